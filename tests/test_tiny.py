@@ -1,0 +1,98 @@
+import json
+
+import pytest
+
+from common.policy import TINY_FOLDER, load_model
+from common.tiny import protocols, traces
+from common.tiny.world import EVAL, World, problem, questions, request, run_program, world
+
+
+def test_worlds_share_names_but_no_facts_are_carried_over():
+    a, b = world(1), world(EVAL)
+    people = [n for n in a.facts if n in b.facts and "born" in a.facts[n]]
+    assert people, "names come from the same pools"
+    assert sum(a.facts[n] == b.facts[n] for n in people) == 0
+
+
+def test_a_world_is_a_function_of_its_seed():
+    assert World(7).facts == World(7).facts and World(7).facts != World(8).facts
+
+
+def test_train_and_evaluation_questions_come_from_different_worlds():
+    train, held_out = questions("train", 200, seed=3), questions("eval", 200, seed=3)
+    assert not {e.meta["world"] for e in train} & {e.meta["world"] for e in held_out}
+    assert held_out == questions("eval", 200, seed=9) and train != questions("train", 200, seed=4)
+    assert sorted({e.meta["hops"] for e in train}) == [1, 2] and len({e.id for e in train}) == 200
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_the_chain_of_a_question_leads_to_its_answer_and_search_finds_every_link(hops):
+    w = world(EVAL)
+    for number in range(30):
+        q = w.question(number, hops)
+        assert len(q.hops) == hops and q.hops[-1][1] == q.answer and q.answer not in q.text
+        for entity, value in q.hops:
+            top = w.index.search([entity], 1)[0][0].passage
+            assert top.title == f'"{entity}"' and value in top.text
+        if hops == 2:  # the first page does not give the answer away
+            first = w.index.search([q.hops[0][0]], 1)[0][0].passage
+            assert q.answer not in first.text or q.answer == q.hops[0][1]
+
+
+def test_sums_and_programs():
+    for i in range(50):
+        p = problem(0, i)
+        assert run_program(f"print({p.expression})") == p.answer == str(eval(p.expression))
+    assert run_program("a = 3\nb = 4\nprint(a * b)") == "12" and run_program("x = 3") == ""
+    assert run_program("print(y)") == "NameError: name 'y' is not defined" and run_program("import os").startswith("TypeError")
+
+
+def test_requests_need_no_call_one_or_several():
+    counts = {len(request(0, i).calls) for i in range(60)}
+    assert counts == {0, 1, 2}
+    for i in range(60):
+        r = request(0, i)
+        assert {name for name, _ in r.calls} <= {t.name for t in r.tools}
+        assert all(str(v) in r.text for _, a in r.calls for v in a.values())
+
+
+@pytest.mark.parametrize("name", list(protocols.PROTOCOLS))
+def test_every_protocol_can_be_solved_and_mostly_is_not(name):
+    p = protocols.PROTOCOLS[name]
+    done = []
+    for i in range(150):
+        _, segments = traces.trace(5, i, name)
+        number_world = -1 - (5 * 1_000_003 + i) // 256
+        t = traces.task(p.family, number_world, i)
+        assert segments[0] == ("prompt", p.prompt(t)) and segments[-1][0] == "model"
+        done.append(protocols.succeeded(p, t, segments[-1][1]))
+    assert 0.1 < sum(done) / len(done) < 0.6
+
+
+def test_pretraining_never_uses_a_world_of_training_or_evaluation():
+    assert all(-1 - (seed * 1_000_003 + n) // 256 < 0 for seed in (0, 1, 2) for n in (0, 10**6))
+
+
+def test_the_tokenizer_is_lossless_and_knows_every_tag():
+    _, tokenizer = load_model("tiny")
+    for name in protocols.PROTOCOLS:
+        text = "".join(t for _, t in traces.trace(3, 1, name)[1])
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert all(len(tokenizer.encode(tag, add_special_tokens=False)) == 1 for tag in protocols.TAGS)
+    odd = "naïve Ünïcode \U0001f600\n\t <b> 12,345"
+    assert tokenizer.decode(tokenizer.encode(odd, add_special_tokens=False)) == odd
+
+
+def test_the_chat_template_is_the_text_the_model_was_trained_on():
+    _, tokenizer = load_model("tiny")
+    turns = [("system", "hi"), ("user", "q"), ("assistant", "x"), ("tool", "[1]")]
+    rendered = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in turns], tools=protocols.RESEARCH_TOOLS, tokenize=False,
+                                             add_generation_prompt=True)
+    assert rendered == protocols.chat(*turns, tools=protocols.RESEARCH_TOOLS)
+
+
+def test_shipped_model_is_small_and_its_measured_rates_leave_room_to_learn():
+    assert sum(f.stat().st_size for f in TINY_FOLDER.iterdir()) < 20e6
+    rates = json.loads((TINY_FOLDER / "success.json").read_text())
+    assert set(rates) == set(protocols.PROTOCOLS)
+    assert all(0.05 <= r["success"] <= 0.35 for r in rates.values()), {k: r["success"] for k, r in rates.items()}
