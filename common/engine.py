@@ -8,10 +8,11 @@
     engine.submit(prompt_ids + done.ids + observation_ids, max_new_tokens=64, resume=done.rid)   # prefills the observation only
     engine.sync(model)                             # after every weight update: re-link the weights, forget the cache, compare log-probs
 
-How it works. The cache has `max_slots` rows. Running requests sit in rows 0..n-1, so that a decode step reads one contiguous view of the
-cache; finished requests that wait for a tool are moved behind them and cost nothing. Equal prompts (the samples of a group) are prefilled once
-and their keys, values and last logits are copied. The engine runs a second module over the trainer's own weight storage, with its own attention
-function; the trainer's module is never changed. Sampling uses temperature only, and nothing from `generation_config` but the EOS ids.
+How it works. The cache has `max_slots` rows. Running requests sit in rows 0..n-1, so that a decode step reads one contiguous view; finished
+requests that wait for a tool are moved behind them and cost nothing. Equal prompts (the samples of a group) are prefilled once: their keys,
+values and last logits are copied. The engine runs a second module over the trainer's own weight storage, with its own attention function,
+and leaves the trainer's module alone. Sampling uses temperature only, and nothing from `generation_config` but the EOS ids. A request's
+tokens depend on its seed and not on what else is in the batch (up to rounding: another batch shape may change the last bits of a logit).
 """
 
 import copy
@@ -92,7 +93,7 @@ class _SlotCache:
         return keys[:, :, :self.length][self.view], values[:, :, :self.length][self.view]
 
     def plan_ragged(self, visible, first_row: int) -> None:
-        """For a decode step on CPU: which attention weights [n, kv_heads, group, L] count (`visible`, same shape), and their rows in the value table."""
+        """For a decode step on CPU: which attention weights count (`visible` [n, kv_heads, group, L]) and their value-table rows."""
         n, kv_heads, _, length = visible.shape
         flat = visible.reshape(-1).nonzero()[:, 0]
         first = (first_row * kv_heads + torch.arange(n * kv_heads)).view(n, kv_heads, 1, 1) * self.capacity
@@ -101,10 +102,10 @@ class _SlotCache:
         self.ragged = flat, index, (counts.cumsum(0) - counts).int()
 
     def weighted_values(self, weights, layer_idx):
-        """weights @ values over the visible positions only. As a sum over table rows this takes about half the time of a batched product of
+        """weights @ values over the visible positions only. A weighted sum of table rows takes about half the time of a batched product of
         such thin matrices, and rows shorter than the longest cost less."""
         flat, index, offsets = self.ragged
-        table = self.layers[layer_idx][1].view(-1, self.layers[layer_idx][1].shape[3])
+        table = self.layers[layer_idx][1].flatten(0, 2)    # [rows * kv_heads * capacity, head_dim], a view
         return embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weights.view(-1)[flat])
 
     def reserve(self, length: int) -> None:
@@ -174,7 +175,8 @@ class HFEngine:
 
     def submit(self, ids, *, max_new_tokens: int, stop=(), temperature: float = 1.0, seed: int = 0, resume: int | None = None) -> int:
         """Queue a request and return its id. `ids`: the whole sequence so far. `resume`: id of a finished request that was not released;
-        this request takes over its slot and only the ids after its cached ones are prefilled."""
+        this request takes over its slot and only what follows its cached ids is prefilled (everything, if the slot was evicted meanwhile).
+        The sampled ids of `resume` but the last are cached."""
         ids, stop = [int(i) for i in ids], (stop,) if isinstance(stop, str) else tuple(stop)
         if not ids or max_new_tokens < 1:
             raise ValueError(f"a request needs at least one id and max_new_tokens >= 1, got {len(ids)} ids and {max_new_tokens}")
@@ -192,7 +194,8 @@ class HFEngine:
                 raise ValueError(f"cannot resume request {resume}: it is not a finished request that is still kept")
             old = self._kept[resume]
             if len(ids) <= old.cached or ids[:old.cached] != old.ids[:old.cached]:
-                raise ValueError(f"cannot resume request {resume}: its {old.cached} cached ids are not a proper prefix of the {len(ids)} given")
+                raise ValueError(f"cannot resume request {resume}: its {old.cached} cached ids are not a proper prefix "
+                                 f"of the {len(ids)} given")
             del self._kept[resume], self._requests[resume]
             if old.row is not None:
                 request.row, request.cached, request.prompt, request.prompt_logits = old.row, old.cached, old.prompt, old.prompt_logits
@@ -203,7 +206,7 @@ class HFEngine:
         return request.rid
 
     def release(self, rid: int) -> None:
-        """Forget a request and free its slot: a finished one, or one to give up."""
+        """Forget a request and free its slot: a finished one, or one to give up. A finished request keeps its slot until then or resume."""
         if rid not in self._requests:
             raise ValueError(f"cannot release request {rid}: unknown, released before, or resumed")
         request = self._requests.pop(rid)
@@ -238,12 +241,14 @@ class HFEngine:
     # ---------------------------------------------------------------- slots and prefill
 
     def _admit(self, done) -> None:
+        """Give waiting requests a slot, prefill what is not cached, sample their first token. Kept slots are evicted, oldest first, but
+        only while less than half of all slots would run: a tool usually answers sooner than an eviction pays."""
         admitted = [r for r in self._waiting if r.row is not None]      # they resume their own slot
         fresh = [r for r in self._waiting if r.row is None]
         running = len(admitted) + sum(r is not None and r.state == "running" for r in self._rows)
         free = self._rows.count(None)
         evictable = [r for r in self._kept.values() if r.row is not None]
-        while free < len(fresh) and evictable and running + free < -(-self.max_slots // 2):
+        while free < len(fresh) and evictable and 2 * (running + free) < self.max_slots:
             self._vacate(evictable.pop(0))
             self.counters["evictions"] += 1
             free += 1
@@ -405,7 +410,7 @@ class HFEngine:
 
     @torch.no_grad()
     def sync(self, model) -> None:
-        """Take over the weights of `model`: by sharing their storage, or, where they are sharded, as a gathered copy. Kept slots are dropped
+        """Take over the weights of `model`: by sharing their storage or, where they are sharded, as a gathered copy. Kept slots are dropped
         (their requests can still be resumed, by a full prefill). Raises RuntimeError if engine and model then disagree on a probe."""
         if self.busy:
             raise RuntimeError("sync while requests are waiting or running: finish or release them first")
@@ -451,5 +456,6 @@ class HFEngine:
         limit = 1e-3 if self.dtype == torch.float32 else 0.5
         if not gap <= limit:                               # also when it is NaN
             raise RuntimeError(f"engine and model disagree: log-probs differ by up to {gap:.3g} on the probe, allowed {limit:g} for "
-                               f"{self.dtype}: call sync(model) after changing weights; if it is sync that fails, the model is not supported")
+                               f"{self.dtype}. Call sync(model) after changing weights; if sync itself says this, the weights are broken "
+                               "(NaN) or the model's attention is not supported")
         return gap

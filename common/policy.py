@@ -42,14 +42,15 @@ def token_logprobs(
     temperature: float,
     *,
     entropy: bool = False,
-    chunk_logits: int = 10_000_000,
+    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of the masked tokens given what stands before them, at `temperature` (> 0, divides the logits, as in the engine).
 
     Returns logp_BT and, if asked for, entropy_BT in nats, both float32 and NaN outside the mask; both carry gradient.
 
-    The transformer runs once, the head only on the masked tokens, at most `chunk_logits` logits at a time, computed again in the backward
-    pass. So memory does not grow with tokens * vocabulary: 8 x 1,024 tokens of a 151,936-word vocabulary would be 5 GB of logits, twice.
+    The transformer runs once, the head only on the masked tokens, `chunk_tokens` at a time, and again in the backward pass. So memory does
+    not grow with tokens * vocabulary: 8 x 1,024 tokens with a vocabulary of 151,936 would be 5 GB of logits, and as much for the gradient.
+    By default a chunk's logits are an eighth of the head's own weights, or 17 MB if that is more.
     Raises ValueError if the first token of a row is masked: nothing stands before it.
     """
     if bool(mask_BT[:, 0].any()):
@@ -63,7 +64,7 @@ def token_logprobs(
         compute = torch.get_autocast_dtype(ids_BT.device.type)
         hidden_NH, weight_VH = hidden_NH.to(compute), weight_VH.to(compute)
     softcap = getattr(model.config, "final_logit_softcapping", None)  # Gemma 2
-    rows = max(1, chunk_logits // weight_VH.shape[0])
+    rows = chunk_tokens or max(1, weight_VH.shape[1] // 8, 2**22 // weight_VH.shape[0])
     logp_N, entropy_N = _ChunkedLogProbs.apply(hidden_NH, weight_VH, ids_BT[mask_BT], temperature, softcap, rows, entropy)
     nan_BT = torch.full(ids_BT.shape, math.nan, device=ids_BT.device)
     logp_BT = nan_BT.masked_scatter(mask_BT, logp_N.float())

@@ -250,7 +250,7 @@ class Run:
         for b in range(start, min(start + self.config.keep_trajectories, len(trajectories))):
             t = trajectories[b]
             span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.ids))
-            row = trajectory_row(t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_first(x.advantages_BT[b, span][x.trained_BT[b, span]]),
+            row = trajectory_row(t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_per_token(x.advantages_BT[b, span], x.trained_BT[b, span]),
                                  ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist())
             append(self.folder / "trajectories.jsonl", [row])
 
@@ -340,7 +340,7 @@ HEADLINES = ("em", "f1", "em_1hop", "em_2hop", "calls", "answered", "valid_call_
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
-def trajectory_row(t: Trajectory, *, step: int, split: str, parts: dict[str, float], tokenizer, advantage: float | None = None,
+def trajectory_row(t: Trajectory, *, step: int, split: str, parts: dict[str, float], tokenizer, advantage: float | list | None = None,
                    ratio: Sequence[float] | None = None, trained: Sequence[int] | None = None) -> dict:
     """One line of trajectories.jsonl: what the report's viewer shows. `ratio` and `trained` are aligned with t.ids."""
     letter = {"model": "M", "tool": "T", "notice": "N"}
@@ -427,8 +427,13 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _first(values: torch.Tensor) -> float | None:
-    return float(values[0]) if len(values) else None
+def _per_token(values: torch.Tensor, trained: torch.Tensor) -> float | list[float | None] | None:
+    """One number where a trajectory has a single advantage (GRPO), else one for each token (GAE), None where none is trained."""
+    if not trained.any():
+        return None
+    if len(values[trained].unique()) == 1:
+        return float(values[trained][0])
+    return [round(float(v), 4) if t else None for v, t in zip(values, trained)]
 
 
 def _is_json(line: str) -> bool:

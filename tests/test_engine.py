@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from common import UserError
 from common.engine import HFEngine
@@ -20,8 +21,8 @@ SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_
 
 def make_model(family="qwen2", seed=0, **changes):
     torch.manual_seed(seed)
-    config, cls = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM),
-                   "mistral": (MistralConfig, MistralForCausalLM)}[family]
+    config, cls = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+                   "llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}[family]
     more = {"qwen2": dict(tie_word_embeddings=True), "qwen3": dict(head_dim=16), "llama": {}, "mistral": {}}[family]
     return cls(config(**{**SHAPE, **more, **changes})).eval()
 
@@ -65,7 +66,7 @@ def assert_parity(model, ids, done, temperature, atol=2e-5):
 
 def play(engine, model, jobs, turns=3, check=True, order=None):
     """Run jobs [(ids, new, temperature, seed)] over several turns; a finished one waits a few steps for its 'tool', then resumes with an
-    observation. Returns {(job, turn): Finished} and the ids submitted; every log-prob is compared with a plain forward pass."""
+    observation. Returns {(job, turn): Finished} and the number of ids submitted; log-probs are compared with a plain forward pass."""
     rng, waiting_for_tool, owner, results, submitted = random.Random(order), [], {}, {}, 0
     for j, (ids, new, temperature, seed) in enumerate(jobs):
         owner[engine.submit(ids, max_new_tokens=new, temperature=temperature, seed=seed)] = (j, 0, ids)
@@ -81,14 +82,15 @@ def play(engine, model, jobs, turns=3, check=True, order=None):
             else:
                 engine.release(done.rid)
         rows = engine._rows[:engine._n]
-        assert all(r is None or r.state != "waiting" for r in rows) and all(r is None or r.state != "running" for r in engine._rows[engine._n:])
+        assert all(r.state != "waiting" for r in rows if r) and all(r.state != "running" for r in engine._rows[engine._n:] if r)
         later = []
         for wait, done, j, turn, ids in waiting_for_tool:
             if wait:
                 later.append((wait - 1, done, j, turn, ids))
                 continue
             ids = ids + done.ids + prompt(1000 + 10 * j + turn, 1 + (3 * j + turn) % 7)
-            rid = engine.submit(ids, max_new_tokens=jobs[j][1], temperature=jobs[j][2], seed=jobs[j][3] + 1000 * (turn + 1), resume=done.rid)
+            _, new, temperature, seed = jobs[j]
+            rid = engine.submit(ids, max_new_tokens=new, temperature=temperature, seed=seed + 1000 * (turn + 1), resume=done.rid)
             owner[rid] = (j, turn + 1, ids)
             submitted += len(ids)
         waiting_for_tool = later
@@ -159,7 +161,9 @@ def test_same_seed_same_ids_whatever_else_runs():
     model = make_model()
     alone = {}
     for j, (ids, new, temperature, seed) in enumerate(JOBS):
-        alone.update({(j, t): d.ids for (_, t), d in play(make_engine(model, max_slots=1), model, [JOBS[j]], turns=1, check=False)[0].items()})
+        engine = make_engine(model, max_slots=1)
+        engine.submit(ids, max_new_tokens=new, temperature=temperature, seed=seed)
+        alone[j, 0] = drain(engine)[0].ids
     for order, max_slots in ((0, 3), (1, 16)):
         together, _ = play(make_engine(model, max_slots=max_slots), model, JOBS, turns=1, check=False, order=order)
         assert {k: d.ids for k, d in together.items()} == alone
@@ -207,18 +211,18 @@ def follow(engine, script, start, monkeypatch):
 
 
 def byte_level(data: bytes) -> str:
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
     return "".join(bytes_to_unicode()[b] for b in data)
 
 
-PIECES = ["a", "b", " ", "</", "se", "arch", ">", ">x", "</s", "ea", "rch>\n\n", "</search>", "yz</search>tail", "<", "/", "s", "e", "!", "stop!"]
+PIECES = ["a", "b", " ", "</", "se", "arch", ">", ">x", "</s", "ea", "rch>\n\n", "</search>", "yz</search>tail", "<", "/", "s", "e", "!",
+          "stop!"]
 PIECES += [f"[{i}]" for i in range(len(PIECES), VOCAB)]
 BYTES = [byte_level(b) for b in (b"a", b"b", b" ", b">", "é".encode()[:1], "é".encode()[1:], "→".encode()[:2], "→".encode()[2:],
                                   "→".encode()[2:] + b"x", b"<", "→>".encode(), b"\xff")]
 BYTES += [f"[{i}]" for i in range(len(BYTES), VOCAB)]
 SENTENCE = ["a", "▁a", "▁stop", "▁", "<0x3E>", "<0xE2>", "<0x86>", "<0x92>", "stop"] + [f"[{i}]" for i in range(9, VOCAB)]
 SP_DECODER = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-WORDS, BYTE, SP = lambda: make_tokenizer(PIECES), lambda: make_tokenizer(BYTES, decoders.ByteLevel()), lambda: make_tokenizer(SENTENCE, SP_DECODER)
+WORDS, BYTE, SP = (PIECES, None), (BYTES, decoders.ByteLevel()), (SENTENCE, SP_DECODER)
 
 
 @pytest.mark.parametrize("tokenizer, script, stop, used, text, overshoot", [
@@ -239,7 +243,7 @@ WORDS, BYTE, SP = lambda: make_tokenizer(PIECES), lambda: make_tokenizer(BYTES, 
     (SP, [0, 5, 6, 7, 4, 0], "→>", 5, "a→>", 0),                                        # byte fallback
 ])
 def test_stop_strings(tokenizer, script, stop, used, text, overshoot, monkeypatch):
-    engine = make_engine(tokenizer=tokenizer())
+    engine = make_engine(tokenizer=make_tokenizer(*tokenizer))
     follow(engine, script, 2, monkeypatch)
     engine.submit([0, 1], max_new_tokens=len(script), stop=("never", stop))
     (done,) = drain(engine).values()

@@ -72,7 +72,7 @@ def test_logprobs_entropies_and_gradients_equal_the_plain_formula(kind, temperat
         model.zero_grad()
         return got
 
-    logp_BT, entropy_BT = policy.token_logprobs(model, ids_BT, mask_BT, temperature, entropy=True, chunk_logits=3 * V)
+    logp_BT, entropy_BT = policy.token_logprobs(model, ids_BT, mask_BT, temperature, entropy=True, chunk_tokens=3)
     want_BT, want_entropy_BT = plain(model, ids_BT, temperature)
     torch.testing.assert_close(logp_BT[mask_BT], want_BT[mask_BT[:, 1:]], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(entropy_BT[mask_BT], want_entropy_BT[mask_BT[:, 1:]], rtol=1e-4, atol=1e-5)
@@ -157,7 +157,7 @@ def test_autocast_gives_bfloat16_accuracy_and_float32_gradients():
     model, (ids_BT, mask_BT) = make("qwen3"), batch()
     want_BT, _ = policy.token_logprobs(model, ids_BT, mask_BT, 1.0)
     with torch.autocast("cpu", torch.bfloat16):
-        logp_BT, _ = policy.token_logprobs(model, ids_BT, mask_BT, 1.0, chunk_logits=2 * V)
+        logp_BT, _ = policy.token_logprobs(model, ids_BT, mask_BT, 1.0, chunk_tokens=2)
     assert 1e-6 < (logp_BT - want_BT)[mask_BT].abs().mean() < 0.1
     logp_BT[mask_BT].sum().backward()
     got = model.lm_head.weight.grad.clone()
@@ -168,43 +168,38 @@ def test_autocast_gives_bfloat16_accuracy_and_float32_gradients():
 
 
 MEMORY_PROBE = """
-import json, resource, sys, torch
+import json, resource, torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from common import policy
 torch.set_num_threads(1)
-head, every = sys.argv[1] == "head", int(sys.argv[2])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+imports = peak()
 shape = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 model = Qwen2ForCausalLM(Qwen2Config(vocab_size=151936, tie_word_embeddings=True, **shape)).eval()
 ids_BT = torch.randint(0, 151936, (8, 1024))
-mask_BT = (torch.arange(1024) % every == every - 1).expand(8, 1024).contiguous()
+mask_BT = (torch.arange(1024) % EVERY == EVERY - 1).expand(8, 1024).contiguous()
 mask_BT[:, 0] = False
-if head:
-    policy.token_logprobs(model, ids_BT, mask_BT, 1.0)[0][mask_BT].mean().backward()
-else:
-    model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state.square().mean().backward()
+model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state.square().mean().backward()
 for p in model.parameters():
     p.grad.add_(0.0)  # as an optimiser would: rows of the embedding's gradient that were never written are not in memory yet
-print(json.dumps({"bytes": peak() - before, "tokens": int(mask_BT.sum())}))
+body = peak() - imports
+model.zero_grad()
+policy.token_logprobs(model, ids_BT, mask_BT, 1.0)[0][mask_BT].mean().backward()
+print(json.dumps({"body": body, "with_head": peak() - imports, "logits": int(mask_BT.sum()) * 151936 * 4}))
 """
 
 
-def peak_bytes(head, every=32):
-    """Peak memory of a forward and backward pass over 8 x 1,024 tokens, V = 151,936, beyond the imports'; the head on every n-th token."""
+def test_memory_of_the_log_prob_pass_does_not_grow_with_tokens_times_vocabulary():
+    """Peak bytes of forward and backward over 8 x 1,024 tokens with V = 151,936: transformer alone (weights, gradients, hidden states), then
+    with log-probs. Of every 32nd token, to be quick: their logits are 156 MB, and the plain formula holds them at least twice."""
     run = subprocess.run(
-        [sys.executable, "-c", MEMORY_PROBE, "head" if head else "none", str(every)], capture_output=True, text=True, check=True,
-        cwd=Path(__file__).parent.parent, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", MEMORY_PROBE.replace("EVERY", "32")], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"},  # glibc gives back at once what was freed
     )
-    return json.loads(run.stdout)
-
-
-def test_memory_of_the_log_prob_pass_does_not_grow_with_the_vocabulary():
-    """Every 32nd token, to be quick. The logits of those 256 tokens alone are 156 MB, and the plain formula holds them at least twice."""
-    base, full = peak_bytes(head=False), peak_bytes(head=True)
-    logits = full["tokens"] * 151936 * 4
-    assert base["bytes"] + 2 * logits > 1.5 * base["bytes"], "the plain formula would pass: this test shows nothing"
-    assert full["bytes"] < 1.5 * base["bytes"], f"{full['bytes'] / 2**20:.0f} MB with the head, {base['bytes'] / 2**20:.0f} MB without"
+    got = json.loads(run.stdout)
+    assert 2 * got["logits"] > 0.5 * got["body"], "the plain formula would pass: this test shows nothing"
+    assert got["with_head"] < 1.5 * got["body"], {name: f"{size / 2**20:.0f} MB" for name, size in got.items()}
 
 
 # ---- critic, micro-batches, optimiser ------------------------------------------------------------------------------------------------
