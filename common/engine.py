@@ -31,6 +31,11 @@ PROBE_TOKENS = 24
 DECODED_IN_SCORE = 8     # `score` feeds its last tokens one by one, so that it also checks the decode path
 
 
+def cache_name(model) -> str:
+    """What the model's forward calls its cache: `past_key_values`, and `cache` from transformers 5.40 on."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @dataclass
 class Finished:
     rid: int
@@ -148,7 +153,7 @@ class HFEngine:
         self._kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._group = config.num_attention_heads // self._kv_heads
         # transformers 5.40 renames this argument; nothing else here depends on the name
-        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._cache_name = cache_name(model)
         self.model = self.device = self.dtype = None
         self._broken = False                               # NaN may be in the cache
         self.counters = dict(sampled_tokens=0, prefilled_tokens=0, shared_prefill_tokens=0, cached_tokens=0, decode_steps=0, evictions=0)

@@ -373,6 +373,7 @@ class Batch:
     """Rows of prompt + response, padded on the right. Position t of every [B, T] tensor speaks of token ids_BT[:, t]."""
     ids_BT: torch.Tensor
     lengths_B: torch.Tensor
+    starts_B: torch.Tensor  # length of the prompt
     sampled_BT: torch.Tensor  # bool: the model wrote it
     response_BT: torch.Tensor  # bool: anything after the prompt
     sampler_BT: torch.Tensor  # float32 log-probs, NaN where not sampled
@@ -390,4 +391,5 @@ def collate(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
         sampled[b, start:lengths[b]] = torch.tensor(t.mask, dtype=torch.bool)
         response[b, start:lengths[b]] = True
         sampler[b, start:lengths[b]] = torch.tensor(t.logprobs)
-    return Batch(*(x.to(device) for x in (ids, torch.tensor(lengths), sampled, response, sampler)))
+    starts = torch.tensor([len(t.prompt_ids) for t in trajectories])
+    return Batch(*(x.to(device) for x in (ids, torch.tensor(lengths), starts, sampled, response, sampler)))

@@ -24,6 +24,7 @@ class Experience:
     """
     ids_BT: Tensor
     lengths_B: Tensor
+    starts_B: Tensor  # length of each row's prompt: equal prompts are computed once
     trained_BT: Tensor  # bool: in the policy loss
     sampled_BT: Tensor  # bool: written by the model
     sampler_BT: Tensor  # log-probs of the engine
@@ -50,12 +51,12 @@ def mini_batches(n: int, updates: int, *, seed: int, step: int) -> list[list[int
 
 
 @torch.no_grad()
-def score(model, ids_BT: Tensor, lengths_B: Tensor, mask_BT: Tensor, *, temperature: float, micro_tokens: int) -> Tensor:
+def score(model, ids_BT: Tensor, lengths_B: Tensor, starts_B: Tensor, mask_BT: Tensor, *, temperature: float, micro_tokens: int) -> Tensor:
     """logp_BT of the masked tokens, no gradient."""
     out_BT = torch.full(ids_BT.shape, math.nan, device=ids_BT.device)
     for rows in micro_batches(lengths_B, range(len(ids_BT)), micro_tokens):
         width = int(lengths_B[rows].max())
-        out_BT[rows, :width] = token_logprobs(model, ids_BT[rows, :width], mask_BT[rows, :width], temperature)[0]
+        out_BT[rows, :width] = token_logprobs(model, ids_BT[rows, :width], mask_BT[rows, :width], temperature, starts_B=starts_B[rows])[0]
     return out_BT
 
 
@@ -84,7 +85,7 @@ def policy_step(model, optimizer, x: Experience, rows: Sequence[int], *, lr: flo
     low, high = math.inf, -math.inf
     for part in micro_batches(x.lengths_B, needed, micro_tokens):
         ids, mask, sampled, sampler, old, adv = x.cut(part, x.ids_BT, x.trained_BT, x.sampled_BT, x.sampler_BT, x.old_BT, x.advantages_BT)
-        logp, entropy_BT = token_logprobs(model, ids, mask, temperature, entropy=True)
+        logp, entropy_BT = token_logprobs(model, ids, mask, temperature, starts_B=x.starts_B[part], entropy=True)
         if bool(old[mask].isnan().any()):  # first and only update: this is the old policy
             old = logp.detach()
             x.old_BT[part, :ids.shape[1]] = old

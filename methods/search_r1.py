@@ -313,7 +313,7 @@ def train(cfg: Config) -> None:
         batch = collate(trajectories, cfg.device)
         trained_BT = batch.sampled_BT if cfg.mask_observations else batch.response_BT
         nan_BT = torch.full_like(batch.sampler_BT, torch.nan)
-        score_with = lambda m: score(m, batch.ids_BT, batch.lengths_B, trained_BT, temperature=cfg.temperature, micro_tokens=cfg.micro_tokens)
+        score_with = lambda m: score(m, batch.ids_BT, batch.lengths_B, batch.starts_B, trained_BT, temperature=cfg.temperature, micro_tokens=cfg.micro_tokens)
         old_BT = score_with(model) if cfg.updates > 1 or (critic and cfg.kl) else nan_BT
         ref_BT = score_with(reference) if reference else None
 
@@ -331,7 +331,7 @@ def train(cfg: Config) -> None:
         clock.lap("logprob_s")
 
         # 4. update
-        experience = Experience(batch.ids_BT, batch.lengths_B, trained_BT, batch.sampled_BT, batch.sampler_BT, old_BT, advantages_BT, ref_BT)
+        experience = Experience(batch.ids_BT, batch.lengths_B, batch.starts_B, trained_BT, batch.sampled_BT, batch.sampler_BT, old_BT, advantages_BT, ref_BT)
         done = []
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(

@@ -191,7 +191,7 @@ print(json.dumps({"body": body, "with_head": peak() - imports, "logits": int(mas
 
 def test_memory_of_the_log_prob_pass_does_not_grow_with_tokens_times_vocabulary():
     """Peak bytes of forward and backward over 8 x 1,024 tokens with V = 151,936: transformer alone (weights, gradients, hidden states), then
-    with log-probs. Of every 32nd token, to be quick: their logits are 156 MB, and the plain formula holds them at least twice."""
+    with the log-probs of every 32nd token, to be quick: their logits are 156 MB, and the plain formula holds them at least twice."""
     run = subprocess.run(
         [sys.executable, "-c", MEMORY_PROBE.replace("EVERY", "32")], capture_output=True, text=True, check=True,
         cwd=Path(__file__).parent.parent,
@@ -375,7 +375,6 @@ def test_a_package_index_without_smollm2_is_a_user_error(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "cache") == []
 
 
-@pytest.mark.skipif(not (policy.TINY_FOLDER / "config.json").is_file(), reason="the tiny model has not been built")
 def test_the_tiny_model_loads_in_float32():
     model, tokenizer = policy.load_model("tiny")
     assert {p.dtype for p in model.parameters()} == {torch.float32} and len(tokenizer) <= model.config.vocab_size

@@ -20,9 +20,10 @@ def experience(seed: int = 0, advantages=None, reference=None, model=None) -> Ex
     sampled[:, 6:8] = False  # an observation
     advantages = torch.randn(6, 1, generator=g) if advantages is None else torch.tensor(advantages)[:, None]
     sampler = torch.where(sampled, -torch.rand(6, 20, generator=g) - 4, math.nan)
-    x = Experience(ids, lengths, sampled, sampled, sampler, torch.full((6, 20), math.nan), advantages.expand(6, 20))
+    ids[2:4, :4] = ids[1, :4]  # three samples of one prompt
+    x = Experience(ids, lengths, torch.full((6,), 4), sampled, sampled, sampler, torch.full((6, 20), math.nan), advantages.expand(6, 20))
     if reference is not None:
-        x.ref_BT = score(reference, ids, lengths, sampled, temperature=0.7, micro_tokens=100)
+        x.ref_BT = score(reference, ids, lengths, x.starts_B, sampled, temperature=0.7, micro_tokens=100)
     return x
 
 
@@ -48,6 +49,22 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(aggregation, extra):
     for micro_tokens in (1, 25, 45):
         assert_same(gradient(model, make(), range(6), aggregation=aggregation, micro_tokens=micro_tokens, **extra), whole)
     assert float(whole.norm()) > 0
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_shared_prompts_give_the_same_log_probs_and_gradient(kind):
+    model, x = tiny_random_model(kind=kind), experience()
+    x.ids_BT[:, :4] = x.ids_BT[0, :4]
+    x.ids_BT[3:, :3] = x.ids_BT[5, :3] = torch.tensor([7, 8, 9])
+    starts = torch.tensor([4, 4, 4, 3, 3, 3])  # prompts of unequal length
+    mask = x.sampled_BT.clone()
+    mask[3:, 3] = True
+    plain, _ = token_logprobs(model, x.ids_BT, mask, 0.7)
+    shared, _ = token_logprobs(model, x.ids_BT, mask, 0.7, starts_B=starts)
+    torch.testing.assert_close(shared[mask], plain[mask], rtol=1e-4, atol=1e-5)
+    weights = torch.linspace(-1, 1, int(mask.sum()))
+    gradients = [torch.cat([g.flatten() for g in torch.autograd.grad((weights * logp[mask]).sum(), list(model.parameters()))]) for logp in (plain, shared)]
+    assert_same(*gradients)
 
 
 def test_the_gradient_is_the_policy_gradient_by_hand():
@@ -92,7 +109,7 @@ def test_the_end_token_receives_gradient_and_an_observation_none():
 
 def test_the_old_policy_is_filled_in_by_the_first_update_and_kept_for_the_next():
     model, x = tiny_random_model(), experience()
-    want = score(model, x.ids_BT, x.lengths_B, x.sampled_BT, temperature=0.7, micro_tokens=45)
+    want = score(model, x.ids_BT, x.lengths_B, x.starts_B, x.sampled_BT, temperature=0.7, micro_tokens=45)
     optimizer = make_optimizer(model.parameters(), 1e-2)
     first = policy_step(model, optimizer, x, range(6), **{**OPTIONS, "lr": 1e-2}, aggregation="token", micro_tokens=45)
     torch.testing.assert_close(x.old_BT[x.sampled_BT], want[x.sampled_BT], rtol=1e-5, atol=1e-5)
