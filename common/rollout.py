@@ -235,9 +235,12 @@ class Prompt:
 
 
 def make_prompts(examples: Sequence[Example], render: Callable[[Example], str], tokenizer, budget: Budget) -> tuple[list[Prompt], int]:
-    """Prompts tokenised once, and how many were skipped because they are longer than budget.prompt_tokens."""
+    """Prompts tokenised once, and how many were skipped because they are longer than budget.prompt_tokens. UserError if none is left."""
     prompts = [Prompt(e, text, tokenizer.encode(text, add_special_tokens=False)) for e in examples for text in [render(e)]]
     kept = [p for p in prompts if 0 < len(p.ids) <= budget.prompt_tokens]
+    if not kept:
+        raise UserError(f"all {len(prompts)} prompts are longer than --prompt-tokens {budget.prompt_tokens} (the shortest: "
+                        f"{min(len(p.ids) for p in prompts)}); raise it")
     return kept, len(prompts) - len(kept)
 
 

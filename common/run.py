@@ -36,6 +36,8 @@ METRICS = {
     "em": "share of answers that equal a gold answer after normalisation (exact match)",
     "em_*hop": "exact match on questions that need this many look-ups",
     "f1": "word F1 between answer and gold answer",
+    "valid": "share of trajectories whose blocks stand in the order the protocol asks for",
+    "retrieved": "share of trajectories in which a search result held a gold answer",
     "answered": "share of trajectories with an answer between its tags",
     "em_if_answered": "exact match among the trajectories that gave an answer in its tags",
     "calls": "mean tool calls per trajectory",

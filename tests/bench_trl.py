@@ -9,7 +9,7 @@ ratio of seconds per sampled token stands beside the ratio of seconds per step. 
 stays where it is and no group ties: every step is the same kind of work, and none of it can be skipped.
 
 What TRL is spared: gradient checkpointing and bfloat16 (its defaults), writing logs, and turns that run on to the end of the whole budget
-(its own limit is for the trajectory; here each turn has one, as ours has).
+(its own limit is for the trajectory; here each turn has one, as ours has). The size of its micro-batches is chosen by trying.
 """
 import argparse
 import json
@@ -79,6 +79,17 @@ class Trl:
         return done
 
 
+def fastest_micro_batch(job: dict, folder: Path, threads: int) -> int:
+    """Completions per forward and backward pass of TRL: what is fastest depends on machine and lengths, so it is tried, two steps each."""
+    cost, n = {}, job["n_prompts"] * job["samples"]
+    for micro_batch in sorted({n, max(1, n // 4), max(1, n // 8)}):
+        trl = Trl({**job, "micro_batch": micro_batch, "steps": 2}, folder, threads)
+        done = [trl.step(last=False), trl.step(last=True)][1]
+        cost[micro_batch] = done["seconds"] / (n * done["length"])
+    print("  TRL, ms a sampled token by size of micro-batch: " + ", ".join(f"{m}: {1000 * c:.2f}" for m, c in cost.items()), flush=True)
+    return min(cost, key=cost.get)
+
+
 def act(turn: Turn, trajectory: Trajectory) -> Call | End:
     """One model turn of the multi-turn part: a whole message, which calls a tool or is the last."""
     call = task.parse_call(turn.text) if turn.reason == "eos" else None
@@ -110,7 +121,8 @@ class Ours:
         batch = collate(trajectories)
         nan_BT = torch.full_like(batch.sampler_BT, torch.nan)
         advantages_BT = losses.group_advantages(rewards_B.view(-1, self.samples)).view(-1, 1).expand_as(nan_BT)
-        experience = Experience(batch.ids_BT, batch.lengths_B, batch.sampled_BT, batch.sampled_BT, batch.sampler_BT, nan_BT, advantages_BT)
+        experience = Experience(batch.ids_BT, batch.lengths_B, batch.starts_B, batch.sampled_BT, batch.sampled_BT, batch.sampler_BT, nan_BT,
+                                advantages_BT)
         policy_step(self.model, self.optimizer, experience, range(len(trajectories)), lr=LR, clip_low=CLIP, clip_high=CLIP,
                     aggregation="token", budget_tokens=self.budget.trajectory_tokens, temperature=1.0, micro_tokens=MICRO_TOKENS,
                     max_grad_norm=1.0)
@@ -147,12 +159,13 @@ def compare(name: str, args, folder: Path) -> None:
     job = dict(
         model=str(folder / "model"), scratch=str(folder / "trl"), threads=args.threads, steps=steps, tools=tools, prompts=prompts,
         answers=[e.meta["answer"] for e in examples], first_ids=ids[0], n_prompts=args.prompts, samples=args.samples, lr=LR, clip=CLIP,
-        micro_batch=args.trl_micro_batch, turn_tokens=budget.turn_tokens, trajectory_tokens=budget.trajectory_tokens, turns=budget.turns)
-    ours, trl = Ours(model, tokenizer, budget, examples, args.prompts, args.samples, tools), Trl(job, folder, args.threads)
+        turn_tokens=budget.turn_tokens, trajectory_tokens=budget.trajectory_tokens, turns=budget.turns)
     n, rows = args.prompts * args.samples, []
     print(f"{name}: {args.prompts} prompts of {min(map(len, ids))} to {max(map(len, ids))} tokens x {args.samples} samples, at most "
           f"{budget.turn_tokens} tokens a turn and {budget.turns} tool rounds, {args.threads} threads, {args.steps} steps after "
           f"{args.warmup} to warm up", flush=True)
+    job["micro_batch"] = args.trl_micro_batch or fastest_micro_batch(job, folder, args.threads)
+    ours, trl = Ours(model, tokenizer, budget, examples, args.prompts, args.samples, tools), Trl(job, folder, args.threads)
     for step in range(steps):
         rows.append((ours.step(step), trl.step(last=step == steps - 1)))
         print("  step " + "; ".join(f"{who} {r['seconds']:.2f} s ({r['sample_s']:.2f} sampling), {n * r['length']:.0f} tokens"
@@ -161,8 +174,9 @@ def compare(name: str, args, folder: Path) -> None:
     rows = rows[args.warmup:]
     for who, side in zip(("ours", "TRL"), zip(*rows)):
         middle = {k: statistics.median(r[k] for r in side) for k in side[0]}
-        print(f"  {who:4}  {middle['seconds']:6.2f} s a step ({middle['sample_s']:.2f} sampling); {n * middle['length']:.0f} sampled tokens "
-              f"a step, {middle['length']:.1f} a trajectory (longest {middle['longest']:.0f}); {middle['calls']:.2f} tool calls each")
+        print(f"  {who:4}  {middle['seconds']:6.2f} s a step ({middle['sample_s']:.2f} sampling); {n * middle['length']:.0f} sampled "
+              f"tokens a step, {middle['length']:.1f} each (longest {middle['longest']:.0f}); {middle['calls']:.2f} tool calls each",
+              flush=True)
     for label, cost in (("step", lambda r: r["seconds"]), ("sampled token", lambda r: r["seconds"] / r["length"])):
         ratios = [cost(theirs) / cost(own) for own, theirs in rows]
         whole = statistics.median(cost(r) for _, r in rows) / statistics.median(cost(r) for r, _ in rows)
@@ -177,7 +191,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them, not measured")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--trl-micro-batch", type=int, default=64, help="completions in one forward and backward pass of TRL")
+    parser.add_argument("--trl-micro-batch", type=int, default=0,
+                        help="completions in one forward and backward pass of TRL; 0: the fastest of three")
     parser.add_argument("--parts", nargs="+", default=["multi-turn", "single-turn"], choices=["multi-turn", "single-turn"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -3,8 +3,8 @@
     python -m common.tiny.build              # everything (about an hour on two cores), writes common/tiny/weights/
 
 The first phase teaches copying: random spans of tokens, repeated in shuffled order; without it the model takes many times longer
-before it copies a name from a result. The second is plain language modelling on sloppy traces (common/tiny/traces.py). The third adds
-reading comprehension to them and lets the learning rate fall to its end.
+before it copies a name from a result. The second is plain language modelling on sloppy traces (common/tiny/traces.py). The others add
+reading comprehension to them; the last of them dwells on professions, the one kind of word the model had learned to guess, not to read.
 """
 import argparse
 import json
@@ -97,10 +97,10 @@ def copying_batch(rng: torch.Generator, vocabulary: int, rows: int, length: int)
     return ids, mask
 
 
-def encode_trace(tokenizer, seed: int, number: int, reading: bool) -> tuple[list[int], list[int]]:
+def encode_trace(tokenizer, seed: int, number: int, phase: str) -> tuple[list[int], list[int]]:
     """Ids and loss mask of one trace: everything but the prompt and the notices."""
     ids, mask = [], []
-    for author, text in trace(seed, number, reading=reading)[1]:
+    for author, text in trace(seed, number, phase=phase)[1]:
         piece = tokenizer.encode(text, add_special_tokens=False)
         ids += piece
         mask += [int(author in ("model", "tool"))] * len(piece)
@@ -118,7 +118,8 @@ class Phase:
     rows: int
 
 
-PHASES = (Phase("copying", 450, 1.5e-3, 0, 0, 48), Phase("traces", 1000, 1.5e-3, 4000, 1, 16), Phase("reading", 1600, 1.2e-3, 1600, 2, 16))
+PHASES = (Phase("copying", 450, 1.5e-3, 0, 0, 48), Phase("traces", 1000, 1.5e-3, 4000, 1, 16), Phase("reading", 1600, 1.2e-3, 1600, 2, 16),
+          Phase("polish", 1400, 1e-3, 1400, 3, 16), Phase("professions", 450, 1e-3, 450, 4, 16))
 
 
 def train(model, tokenizer, phase: Phase, log) -> None:
@@ -128,7 +129,7 @@ def train(model, tokenizer, phase: Phase, log) -> None:
         if phase.name == "copying":
             batches, rate = [copying_batch(rng, len(tokenizer), phase.rows, 96)], phase.lr * min(1, (step + 1) / 50)
         else:
-            rows = [encode_trace(tokenizer, phase.seed, step * phase.rows + i, phase.name == "reading") for i in range(phase.rows)]
+            rows = [encode_trace(tokenizer, phase.seed, step * phase.rows + i, phase.name) for i in range(phase.rows)]
             rows = sorted((r for r in rows if len(r[0]) <= 900), key=lambda r: len(r[0]))
             batches = []
             for part in (rows[i:i + 4] for i in range(0, len(rows), 4)):

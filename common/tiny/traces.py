@@ -14,9 +14,9 @@ from common.tiny.world import (CITY, JOB, RIVER, Problem, Question, Request, Wor
 # share of traces per protocol; longer or harder protocols get more
 MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_researcher": 10, "swirl": 8, "swirl_math": 6,
            "torl": 9, "retool": 9, "toolrl": 12, "tool_n1": 10}
-# added in the second half of pre-training: plain reading comprehension, always right, in no protocol. It teaches to find the fact that
+# added later in pre-training: plain reading comprehension, always right, in no protocol. It teaches to find the fact that
 # was asked for, which the sloppy traces show too rarely; what to do with that ability is left to each method.
-READING = 28
+READING = {"reading": 28, "polish": 70, "professions": 150}  # its weight beside MIXTURE, by phase of pre-training
 
 # what the author does, and how often (per family)
 POLICY = {
@@ -228,14 +228,16 @@ def task(family: str, seed: int, number: int) -> Question | Problem | Request:
     return problem(seed, number) if family == "math" else request(seed, number)
 
 
-def trace(seed: int, number: int, protocol: str | None = None, reading: bool = False) -> tuple[str, list[Segment]]:
+def trace(seed: int, number: int, protocol: str | None = None, phase: str = "traces") -> tuple[str, list[Segment]]:
     """One pre-training episode: (protocol, segments). Worlds of pre-training have negative seeds; no run ever uses those."""
     rng = random.Random(f"trace {seed} {number}")
-    name = protocol or _draw(rng, {**MIXTURE, "reading": READING} if reading else MIXTURE)
+    name = protocol or _draw(rng, {**MIXTURE, "reading": READING.get(phase, 0)})
     world_seed = -1 - (seed * 1_000_003 + number) // 256
     if name == "reading":
         w = world(world_seed)
-        return name, reading_trace(rng, w.question(number, rng.choices((1, 2), (0.6, 0.4))[0]), w)
+        tries = [w.question(number + 1000 * i, rng.choices((1, 2), (0.6, 0.4))[0]) for i in range(12)]
+        wanted = [q for q in tries if q.answer in JOB] if phase == "professions" and rng.random() < 0.7 else tries
+        return name, reading_trace(rng, (wanted or tries)[0], w)
     p = PROTOCOLS[name]
     t = task(p.family, world_seed, number)
     if p.family == "search":
