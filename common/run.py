@@ -358,7 +358,7 @@ def trajectory_row(t: Trajectory, *, step: int, split: str, parts: dict[str, flo
 
 def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
     """The text each token adds; a character split over tokens appears with its last one."""
-    out, shown = [], ""
+    out = []
     for i in range(len(ids)):
         text = tokenizer.decode(ids[max(0, i - 8):i + 1])
         before = tokenizer.decode(ids[max(0, i - 8):i])

@@ -1,6 +1,6 @@
 """A whole GRPO step (sample, tools, score, update) against TRL's GRPOTrainer with `use_vllm=False`, as ratios measured in one run.
 
-    make bench_trl                                        # about five minutes, and two more to fill .trl-venv the first time
+    make bench_trl                                        # about ten minutes, and a few more to fill .trl-venv the first time
     make bench_trl ARGS="--steps 4 --parts single-turn"
 
 Both sides have the same weights, prompts, tools, limits, number of completions, loss, optimiser and number of threads. They take turns,
