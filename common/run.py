@@ -111,8 +111,7 @@ def parse_config(config_class: type, presets: dict[str, dict], argv: Sequence[st
                        dataclasses.field(default=name if f.name == "preset" else presets[name].get(f.name, f.default))))
     shown = dataclasses.make_dataclass(config_class.__name__, fields, frozen=True)
     module = sys.modules[config_class.__module__]
-    parsed = tyro.cli(shown, args=argv, description=(module.__doc__ or "").strip(), prog=f"python -m {_module_name(module)}",
-                      config=(tyro.conf.FlagConversionOff,))
+    parsed = tyro.cli(shown, args=argv, description=(module.__doc__ or "").strip(), prog=f"python -m {_module_name(module)}")
     return config_class(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(config_class)})
 
 

@@ -113,13 +113,14 @@ def test_a_saved_run_is_evaluated_again_to_the_same_score(whole):
 
 
 @pytest.mark.parametrize("flags,message", [
-    (["--learning-rate", "1"], "--lr"),
+    (["--learning-rate", "1"], "--learning-rate"),
+    (["--tempratur", "1"], "--temperature"),
     (["--promts", "3"], "--prompts"),
     (["--preset", "huge"], "there are tiny, smollm2, paper"),
     (["--model", "nowhere/at/all"], "no model at nowhere/at/all"),
     (["--template", "nofile.txt"], "--template nofile.txt: no such file"),
     (["--data", "nofile.jsonl", "--corpus", "c.jsonl"], "nofile.jsonl"),
-    (["--data", "bad.jsonl", "--corpus", "c.jsonl"], "bad.jsonl, line 2"),
+    (["--data", "bad.jsonl", "--corpus", "c.jsonl"], "'bad.jsonl' cannot be used: line 2"),
     (["--data", "good.jsonl"], "--corpus"),
     (["--data", "good.jsonl", "--corpus", "nocorpus.jsonl", "--eval-questions", "1"], "nocorpus.jsonl"),
     (["--data", "good.jsonl", "--corpus", "http://127.0.0.1:9", "--eval-questions", "1"], "http://127.0.0.1:9"),
