@@ -37,7 +37,7 @@ retriever: setup  ## serve a corpus over Search-R1's protocol: make retriever CO
 vectors: setup  ## reward and parser vectors: make vectors [DIR=tests/vectors]
 	$(V) -m tests.check_vectors $(or $(DIR),tests/vectors)
 
-tiny_model: setup  ## rebuild the tiny model from nothing (about 45 minutes on two quiet cores)
+tiny_model: setup  ## rebuild the tiny model from nothing (about 50 minutes on two quiet cores, an estimate)
 	$(V) -m common.tiny.build $(ARGS)
 
 tiny_rates: setup  ## success rate of the tiny model on every protocol, before any RL

@@ -69,8 +69,15 @@ def test_every_protocol_can_be_solved_and_mostly_is_not(name):
     assert 0.1 < sum(done) / len(done) < 0.6
 
 
-def test_pretraining_never_uses_a_world_of_training_or_evaluation():
-    assert all(-1 - (seed * 1_000_003 + n) // 256 < 0 for seed in (0, 1, 2) for n in (0, 10**6))
+def test_pretraining_never_uses_a_world_of_training_or_evaluation(monkeypatch):
+    used = set()
+    monkeypatch.setattr(traces, "world", lambda seed: used.add(seed) or world(seed))
+    for phase in ("traces", "reading", "professions"):
+        for number in (0, 1, 2, 3, 500, 10**6):
+            traces.trace(2, number, phase=phase)
+            traces.trace(0, number, "search_r1")
+    assert used and not used & {e.meta["world"] for seed in (0, 1, 7) for e in questions("train", 50, seed) + questions("eval", 50)}
+    assert max(used) < 0
 
 
 def test_the_tokenizer_is_lossless_and_knows_every_tag():

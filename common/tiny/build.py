@@ -1,6 +1,6 @@
 """Rebuild the tiny model: tokenizer, pre-training on sloppy traces, success rate per protocol before any RL.
 
-    python -m common.tiny.build              # everything (about 45 minutes on two quiet cores), writes common/tiny/weights/
+    python -m common.tiny.build              # everything (about 50 minutes on two quiet cores, an estimate), writes common/tiny/weights/
 
 The first phase teaches copying: random spans of tokens, repeated in shuffled order; without it the model takes many times longer
 before it copies a name from a result. The second is plain language modelling on sloppy traces (common/tiny/traces.py). The others add
