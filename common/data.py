@@ -5,8 +5,9 @@ Understood, in JSON Lines, JSON, Parquet or a data set on the hub (first column 
     answers    `golden_answers`, `reward_model.ground_truth` (or its `.target`), `answers`, `answer`, `output`; a string or a list
     identity   `id`, `idx`, `extra_info.index`, `extra_info.id`; `data_source`
     meta       `hops`, `level`, `type`, `world` and the plain values of `metadata`
-which covers Search-R1, ReSearch, R1-Searcher, DeepResearcher, ToolRL, GSM8K and the usual maths sets. Text is kept as it is:
-what a method does to a question (Search-R1 appends a missing "?") stands in the method.
+which covers Search-R1, ReSearch, R1-Searcher, DeepResearcher, ToolRL, ToRL (whose `reward_model` spells `style` as `stype`; neither is
+read), GSM8K (the number behind `####`, without thousands separators; the solution goes to `meta`), AIME as `{input, output}` and the usual
+maths sets. Text is kept as it is: what a method does to a question (Search-R1 appends a missing "?") stands in the method.
 """
 
 import difflib
@@ -26,6 +27,7 @@ from common import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _BAD_ROWS_SHOWN = 5
+_GSM8K_END = re.compile(r"^####", re.M)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,24 @@ def load_examples(spec: str | Path, *, split: str = "train", limit: int | None =
     if not examples:
         raise UserError(f"{str(spec)!r} holds no rows: give a data set with at least one question")
     return examples
+
+
+def read_messages(spec: str | Path, limit: int) -> list[list[dict]]:
+    """The `messages` of the first `limit` rows of a file of dialogues, as ReTool-SFT has them: a user's message, then an assistant's."""
+    out = []
+    for place, row in _open(spec, "train")[0]:
+        if isinstance(row, _BadRow):
+            raise UserError(f"{place} of {str(spec)!r}: {row}")
+        messages = row.get("messages") if isinstance(row, dict) else None
+        if not (isinstance(messages, list) and [m.get("role") if isinstance(m, dict) else None for m in messages] == ["user", "assistant"]
+                and all(isinstance(m.get("content"), str) for m in messages)):
+            raise UserError(f"{place} of {str(spec)!r}: messages must be a user's and an assistant's message, as {{role, content}}")
+        out.append(messages)
+        if len(out) == limit:
+            break
+    if not out:
+        raise UserError(f"{str(spec)!r} holds no rows: give a file with at least one dialogue")
+    return out
 
 
 # --- from one row to one example ------------------------------------------------------------------------------------------------------
@@ -138,8 +158,12 @@ def _answers(row: dict) -> tuple[tuple[str, ...], dict]:
     meta = {}
     if isinstance(value, str) and "<|answer_split|>" in value:  # DeepResearcher joins its golds
         value = value.split("<|answer_split|>")
-    elif isinstance(value, str) and "\n#### " in value:  # GSM8K: the worked solution, then the number on a last line
-        meta["solution"], value = value, value.rpartition("\n#### ")[2].strip()
+    elif key == "answer" and isinstance(value, str) and _GSM8K_END.search(value):  # GSM8K: a worked solution, the number on its last line
+        meta["solution"], value = value, re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _GSM8K_END.split(value)[-1].strip())
+        if not value:
+            raise _BadRow(f"{key} has nothing behind its ####")
+    elif key == "answer" and isinstance(value, str) and re.search(r"<<[^<>\n]*=[^<>\n]*>>", value):  # its calculator marks
+        raise _BadRow(f"{key} is a worked solution without its last line, #### and the number")
     values = value if isinstance(value, list) else [value]
     if not values:
         raise _BadRow(f"{key} is an empty list")

@@ -99,6 +99,63 @@ def test_other_schemas(tmp_path):
     assert got[5].question == "ask" and got[6].meta == {"hops": 2}
 
 
+def gsm8k_row(solution: str) -> dict:
+    return {"question": "How many?", "answer": solution}
+
+
+@pytest.mark.parametrize("solution, answer", [
+    ("He buys 9 * 2 = <<9*2=18>>18.\n#### 18", "18"),
+    ("One.\n#### 2,125", "2125"),
+    ("One.\n#### 1,450,000\n", "1450000"),
+    ("One.\n#### -3", "-3"),
+    ("One.\n####72", "72"),
+    ("#### 72", "72"),
+    ("No. #### is no end\n#### 5,5", "5,5"),  # not a thousands separator
+    ("a\n#### 1\nb\n#### 2", "2"),
+])
+def test_gsm8k_takes_the_number_behind_the_marks(tmp_path, solution, answer):
+    example = load_examples(write(tmp_path / "train.jsonl", [gsm8k_row(solution)]))[0]
+    assert example == Example("train/1", "How many?", (answer,), {"solution": solution})
+
+
+def test_gsm8k_rows_without_a_number_are_named_by_their_line(tmp_path):
+    rows = [gsm8k_row("One.\n#### 1"), gsm8k_row("One.\n#### "), gsm8k_row("He buys 9 * 2 = <<9*2=18>>18.")]
+    text = message(write(tmp_path / "train.jsonl", rows))
+    assert "line 2: answer has nothing behind its ####" in text and "line 3: answer is a worked solution without its last line" in text
+
+
+@pytest.mark.parametrize("style", ["stype", "style"])
+def test_torl_schema(tmp_path, style):
+    text = pa.string()
+    schema = pa.schema([("data_source", text), ("prompt", pa.list_(pa.struct([("content", text), ("role", text)]))), ("ability", text),
+                        ("reward_model", pa.struct([("ground_truth", text), (style, text)])),
+                        ("extra_info", pa.struct([("id", pa.int64()), ("split", text)]))])
+    rows = [{"data_source": "aime24", "ability": "other", "reward_model": {"ground_truth": "\\frac{3}{4}", style: "rule"},
+             "prompt": [{"content": "Reason, then box the answer.", "role": "system"}, {"content": "What is $x$?", "role": "user"}],
+             "extra_info": {"id": 60, "split": "test"}} for _ in range(2)]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), tmp_path / "test.parquet")
+    first, copy = load_examples(tmp_path / "test.parquet")
+    assert (first.id, first.question, first.answers, first.meta["source"]) == ("aime24/60", "What is $x$?", ("\\frac{3}{4}",), "aime24")
+    assert copy.id == "aime24/60#1"  # each AIME problem is in the file four times
+
+    rows[1]["prompt"].reverse()
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), tmp_path / "turned.parquet")
+    assert "row 1: prompt must be text or a list of messages that ends with the user's" in message(tmp_path / "turned.parquet")
+    rows[1]["prompt"].reverse()
+    rows[1]["reward_model"] = {"ground_truth": None, style: "rule"}
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), tmp_path / "bare.parquet")
+    assert "row 1: no answer" in message(tmp_path / "bare.parquet")
+
+
+def test_aime_input_and_output(tmp_path):
+    rows = [{"input": "Find $m+n$.", "output": "045"}, {"input": "Find it.", "output": 204}]
+    assert [(e.id, e.question, e.answers) for e in load_examples(write(tmp_path / "aime24.jsonl", rows))] == [
+        ("aime24/1", "Find $m+n$.", ("045",)), ("aime24/2", "Find it.", ("204",))]
+    rows += [{"input": "Find it.", "output": 0.5}, {"input": " ", "output": "1"}, {"input": "?"}]
+    text = message(write(tmp_path / "bad.jsonl", rows))
+    assert "line 3: output is a decimal number, expected text" in text and "line 4: input is empty" in text and "line 5: no answer" in text
+
+
 def test_text_is_kept_as_it_is(tmp_path):
     question = "  who\u2028drew it \u00e9"
     got = load_examples(write(tmp_path / "a.jsonl", json.dumps({"question": question, "answer": " The X "}, ensure_ascii=False) + "\n"))
