@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 eval report retriever vectors tiny_model tiny_rates bench bench_trl
+.PHONY: help setup test search_r1 torl retool otc eval report retriever sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -25,6 +25,15 @@ test: setup  ## run the tests (ARGS goes to pytest)
 search_r1: setup  ## Search-R1 (ARGS="--help" shows every flag)
 	$(V) -m methods.search_r1 $(ARGS)
 
+torl: setup  ## ToRL (ARGS="--help" shows every flag)
+	$(V) -m methods.torl $(ARGS)
+
+retool: setup  ## ReTool (ARGS="--help" shows every flag)
+	$(V) -m methods.retool $(ARGS)
+
+otc: setup  ## OTC, on search or on programs (ARGS="--help" shows every flag)
+	$(V) -m methods.otc $(ARGS)
+
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
 	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)
 
@@ -33,6 +42,9 @@ report: setup  ## rebuild the page of a run: make report RUN=runs/search_r1/tiny
 
 retriever: setup  ## serve a corpus over Search-R1's protocol: make retriever CORPUS=corpus.jsonl [ARGS="--port 8000"]
 	$(V) -m common.search --corpus $(CORPUS) $(ARGS)
+
+sandbox_check: setup  ## what the sandbox protects here, line by line: make sandbox_check [ARGS="unsafe" or ARGS="http://host:port"]
+	$(V) -m common.sandbox --check $(ARGS)
 
 vectors: setup  ## reward and parser vectors: make vectors [DIR=tests/vectors]
 	$(V) -m tests.check_vectors $(or $(DIR),tests/vectors)
@@ -45,6 +57,9 @@ tiny_rates: setup  ## success rate of the tiny model on every protocol, before a
 
 bench: setup  ## speed of the engine against transformers' generate, and where a step's time goes
 	$(V) -m tests.bench $(ARGS)
+
+bench_sandbox: setup  ## speed of the sandbox beside subprocess.run, and what 10,000 calls leave behind
+	$(V) -m tests.bench_sandbox $(ARGS)
 
 bench_trl: setup  ## a whole training step against TRL's GRPOTrainer (in its own venv, .trl-venv)
 	$(V) -m tests.bench_trl $(ARGS)

@@ -51,7 +51,12 @@ class Turn:
 
 # ---- tools ------------------------------------------------------------------------------------------------------------
 class ToolFailure(Exception):
-    """The tool ran and failed (a program raised, a page does not exist): its message is the observation."""
+    """The tool ran and failed (a program raised, a page does not exist): its message is the observation. Raised, it fails a whole
+    batch; returned in the place of one result, that call. `outcome` is what the metrics count: error, timeout, memory, ..."""
+
+    def __init__(self, message: str, outcome: str = "error"):
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class InfrastructureFailure(UserError):
@@ -60,11 +65,11 @@ class InfrastructureFailure(UserError):
 
 @dataclass(frozen=True)
 class Tool:
-    """`run` maps a batch of calls to result texts ("" or None: empty). It may raise ToolFailure, which fails the whole batch.
+    """`run` maps a batch of calls to result texts ("" or None: empty) or, where a call failed, to a ToolFailure.
 
     batch: most calls it is handed at once; deadline_s: wall seconds a running batch may take, waiting in the queue not counted.
     """
-    run: Callable[[list["ToolCall"]], list[str | None]]
+    run: Callable[[list["ToolCall"]], list["str | None | ToolFailure"]]
     batch: int = 1
     deadline_s: float = 30.0
 
@@ -74,7 +79,7 @@ class ToolCall:
     name: str
     argument: str
     example: Example  # whose trajectory it belongs to
-    outcome: str = ""  # ok | empty | error | timeout
+    outcome: str = ""  # ok | empty | error | timeout, or what a ToolFailure says
     wait_s: float = 0.0  # waiting for a free worker
     run_s: float = 0.0
 
@@ -108,7 +113,7 @@ class ToolPool:
                     if len(job.results) != len(job.calls):
                         raise RuntimeError(f"tool '{job.calls[0].name}' gave {len(job.results)} results for {len(job.calls)} arguments")
                 except ToolFailure as failure:
-                    job.failure = str(failure) or type(failure).__name__
+                    job.results = [failure] * len(job.calls)
                 except Exception as error:  # whatever else goes wrong is infrastructure: tried again, counted, and raised by finish()
                     job.error = error
                     with self.lock:
@@ -137,19 +142,18 @@ class ToolPool:
                 raise InfrastructureFailure(f"{self.abandoned} calls of tool '{job.calls[0].name}' hung past their deadline of "
                                             f"{job.tool.deadline_s:g} s; mend the tool or raise the deadline")
             self._add_worker()
-            outcome, texts = "timeout", [f"[no result within {job.tool.deadline_s:g} s]"] * len(job.calls)
+            results = [ToolFailure(f"[no result within {job.tool.deadline_s:g} s]", "timeout")] * len(job.calls)
         elif job.error is not None:
             if isinstance(job.error, UserError):
                 raise job.error
             raise InfrastructureFailure(f"tool '{job.calls[0].name}' failed {self.ATTEMPTS} times: {type(job.error).__name__}: {job.error}; "
                                         "the run stops rather than train on missing results") from job.error
-        elif job.failure is not None:
-            outcome, texts = "error", [job.failure]
         else:
-            outcome, texts = "ok", [r or "" for r in job.results]
-        ended = time.monotonic() if outcome == "timeout" else job.ended
-        for call, text in zip(job.calls, texts):
-            call.outcome = outcome if text else "empty"
+            results = job.results
+        ended = time.monotonic() if job.late else job.ended
+        texts = [str(r) or type(r).__name__ if isinstance(r, ToolFailure) else r or "" for r in results]
+        for call, result, text in zip(job.calls, results, texts):
+            call.outcome = result.outcome if isinstance(result, ToolFailure) else "ok" if text else "empty"
             call.wait_s, call.run_s = job.started - job.queued, ended - job.started
         if self.infrastructure_failures > max(3, 0.01 * self.calls):
             raise InfrastructureFailure(f"{self.infrastructure_failures} of {self.calls} tool calls failed for reasons outside the model "
@@ -169,7 +173,7 @@ class Job:
         self.queued = time.monotonic()
         self.started = self.ended = 0.0
         self.running, self.done = threading.Event(), threading.Event()
-        self.results = self.failure = self.error = None
+        self.results = self.error = None
         self.late = False
 
 

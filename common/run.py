@@ -33,6 +33,8 @@ from common.update import Experience
 METRICS = {
     "reward": "mean training reward of the sampled trajectories",
     "reward_*": "mean of one part of the reward",
+    "accuracy": "share of answers that are right",
+    "accuracy_*": "the same for a kind of problem",
     "em": "share of answers that equal a gold answer after normalisation (exact match)",
     "em_*hop": "exact match on questions that need this many look-ups",
     "f1": "word F1 between answer and gold answer",
@@ -41,9 +43,13 @@ METRICS = {
     "answered": "share of trajectories with an answer between its tags",
     "em_if_answered": "exact match among the trajectories that gave an answer in its tags",
     "calls": "mean tool calls per trajectory",
-    "calls_*hop": "mean tool calls on questions that need this many look-ups",
+    "calls_*": "mean tool calls on questions that need this many look-ups, or problems of this kind",
     "valid_call_rate": "share of model turns, other than answers, that were a usable tool call",
-    "call_ok": "share of tool calls that came back with a result (the rest: empty, error, timeout)",
+    "call_*": "share of tool calls with this outcome: ok, empty, error, timeout, memory",
+    "code": "share of trajectories that hold a program",
+    "pass_right": "share of tool calls that ran without an error, in trajectories with a right answer",
+    "pass_wrong": "the same in trajectories with a wrong answer",
+    "productivity": "right answers per tool call",
     "turns": "mean model turns per trajectory",
     "response_tokens": "mean tokens per trajectory that the model sampled",
     "tool_tokens": "mean tokens per trajectory that tools and notices wrote",
@@ -243,7 +249,7 @@ class Run:
         reused = engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"]
         self.log("train", step, {
             "reward": float(totals.mean()), **{f"reward_{k}": mean(p[k] for p in parts) for k in parts[0] if k != "total"},
-            **rollout_metrics(trajectories), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
+            **rollout_metrics(trajectories, parts, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
             **{f"sampler_ratio_{k}": v for k, v in ratio.items()}, "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
             **more, "sampled_tokens": sampled, "tokens_per_s": sampled / clock.laps["sample_s"], "cached_share": reused / max(1, reused + engine.counters["prefilled_tokens"]),
             **clock.laps, "step_s": clock.total})
@@ -337,7 +343,7 @@ class Run:
                 f"open {report}")
 
 
-HEADLINES = ("em", "f1", "em_1hop", "em_2hop", "calls", "answered", "valid_call_rate", "loss", "n")
+HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
@@ -365,30 +371,37 @@ def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
     return out
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What can be said of trajectories without knowing the reward."""
+def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], metric: str) -> dict[str, float]:
+    """Calls, lengths and ends; with `metric`, the part of the reward that says whether an answer is right, also right answers per call
+    and, for programs, how many of them ran."""
     n = max(1, len(trajectories))
-    calls = [c for t in trajectories for c in t.calls]
+    calls = [(c, p) for t, p in zip(trajectories, parts) for c in t.calls]
     sampled = sum(sum(t.mask) for t in trajectories)
     not_answers = sum(t.turns - (t.stop == "answer") for t in trajectories)
     out = {"calls": len(calls) / n, "turns": sum(t.turns for t in trajectories) / n, "response_tokens": sampled / n,
            "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n,
-           "call_ok": sum(c.outcome == "ok" for c in calls) / len(calls) if calls else math.nan,
-           "valid_call_rate": len(calls) / not_answers if not_answers else math.nan, "tools_s": sum(c.run_s for c in calls)}
+           **{f"call_{kind}": mean(c.outcome == kind for c, _ in calls) for kind in sorted({"ok", *(c.outcome for c, _ in calls)})},
+           "productivity": sum(p[metric] for p in parts) / len(calls) if calls else math.nan,
+           "valid_call_rate": len(calls) / not_answers if not_answers else math.nan, "tools_s": sum(c.run_s for c, _ in calls)}
+    if "code" in parts[0]:
+        out["pass_right"] = mean(c.outcome in ("ok", "empty") for c, p in calls if p[metric] == 1)
+        out["pass_wrong"] = mean(c.outcome in ("ok", "empty") for c, p in calls if p[metric] < 1)
     for t in trajectories:
         out[f"stop_{t.stop}"] = out.get(f"stop_{t.stop}", 0.0) + 1 / n
     return out
 
 
 def eval_metrics(metric: str, trajectories: Sequence[Trajectory], parts: Sequence[dict]) -> dict[str, float]:
-    """Means of the reward's parts, in all and by number of look-ups where the data say it."""
-    out = {"n": len(parts), **{k: mean(p[k] for p in parts) for k in parts[0] if k != "total"}, **rollout_metrics(trajectories)}
+    """Means of the reward's parts, in all and by number of look-ups or kind of problem where the data say it."""
+    out = {"n": len(parts), **{k: mean(p[k] for p in parts) for k in parts[0] if k != "total"}, **rollout_metrics(trajectories, parts, metric)}
     if "answered" in parts[0]:
         out[f"{metric}_if_answered"] = mean(p[metric] for p in parts if p["answered"])
-    for hops in sorted({t.example.meta["hops"] for t in trajectories if "hops" in t.example.meta}):
-        rows = [(t, p) for t, p in zip(trajectories, parts) if t.example.meta.get("hops") == hops]
-        out[f"{metric}_{hops}hop"] = mean(p[metric] for _, p in rows)
-        out[f"calls_{hops}hop"] = mean(len(t.calls) for t, _ in rows)
+    for name in ("hops", "kind"):
+        for value in sorted({t.example.meta[name] for t in trajectories if name in t.example.meta}):
+            rows = [(t, p) for t, p in zip(trajectories, parts) if t.example.meta.get(name) == value]
+            label = f"{value}hop" if name == "hops" else value
+            out[f"{metric}_{label}"] = mean(p[metric] for _, p in rows)
+            out[f"calls_{label}"] = mean(len(t.calls) for t, _ in rows)
     return out
 
 

@@ -162,6 +162,15 @@ def problem(seed: int, number: int, easy: bool | None = None) -> Problem:
     return Problem(f"p{seed}-{number}", text, expression, str(eval_int(expression)), False)
 
 
+def problems(split: str, n: int, seed: int = 0, easy: float = 0.15) -> list[Example]:
+    """n sums for a split, as `questions`; a share of `easy` ones needs no program; meta: kind. Sums share no numbers but by chance."""
+    base, out = EVAL if split == "eval" else 1000 * seed, []
+    for i in range(n):
+        p = problem(base, i, random.Random(f"easy {base} {i}").random() < easy)
+        out.append(Example(p.id, p.text, (p.answer,), {"kind": "easy" if p.easy else "hard", "expression": p.expression}))
+    return out
+
+
 _OPS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.USub: operator.neg}
 
 

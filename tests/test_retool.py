@@ -1,0 +1,88 @@
+"""ReTool: environment, rewards and the cold start."""
+import json
+from dataclasses import replace
+
+import pytest
+
+from common import UserError
+from common.data import Example, read_messages
+from common.policy import load_model
+from common.rollout import Call, End, Segment, ToolCall, ToolFailure, Trajectory, Turn
+from common.run import describe
+from common.sandbox import Outcome
+from common.tiny import protocols
+from common.tiny.world import problem, problems
+from common.update import demonstration_row
+from methods import retool as m
+
+CFG = m.Config()
+SNIPPET = "I compute it.\n<code>\n```python\nprint(6 * 7)\n```\n</code>"
+
+
+def trajectory(*segments, gold="42", calls=0):
+    t = Trajectory(Example("e", "6 * 7?", (gold,)), 0, 0, "", [], segments=[Segment(a, text, 0, 0) for a, text in segments])
+    t.calls = [ToolCall("python", "", t.example, "ok")] * calls
+    return t
+
+
+def total(t, **changes):
+    return m.reward(t, t.example, replace(CFG, **changes))["total"]
+
+
+def test_every_setting_has_a_source_and_presets_only_set_what_exists():
+    described = describe(m.Config)
+    assert all(set(preset) <= set(described) for preset in m.PRESETS.values())
+
+
+def test_the_tiny_model_was_built_on_this_protocol():
+    _, tokenizer = load_model("tiny")
+    p, task = protocols.PROTOCOLS["retool"], problem(3, 1)
+    assert m.render(Example("x", task.text, (task.answer,)), tokenizer) == p.prompt(task) and m.STOP == p.stops
+    assert m.wrap_output("42").split() == p.observe("", "42").replace("42\n", "42").split()  # the official code has no line break before the end tag
+    assert m.extract_program(p.call("I compute it.", "x = 1\nprint(x)")) == "x = 1\nprint(x)"
+
+
+def test_environment():
+    act = lambda text, reason: m.environment(Turn(text, reason, 0, False), None)
+    assert act(SNIPPET, "stop") == Call("python", "print(6 * 7)", m.wrap_output)
+    assert act("<answer>\n\\boxed{42}\n</answer>", "eos") == End("answer") and act("and so on", "length") == End("length")
+
+
+def test_observation():
+    assert m.observe(Outcome("ok", "42\n")) == "42" and m.observe(Outcome("ok", "a" * 400)) == "a" * 400
+    assert m.observe(Outcome("ok", "a" * 300 + "b" * 300)) == "a" * 200 + "..." + "b" * 200
+    failed = m.observe(Outcome("error", "1\n", "...", "ZeroDivisionError: division by zero"))
+    assert isinstance(failed, ToolFailure) and str(failed) == "ZeroDivisionError: division by zero"
+
+
+def test_rewards_of_paper_and_recipe():
+    right, wrong = [("model", "\\boxed{42.0}")], [("model", "\\boxed{41}")]
+    assert total(trajectory(*right)) == 1.0 and total(trajectory(*wrong, calls=3)) == -1.0
+    assert total(trajectory(*right), reward="recipe") == -1.0  # the recipe wants the same characters
+    assert [total(trajectory(*wrong, calls=k), reward="recipe") for k in range(6)] == pytest.approx([-1, -0.9, -0.8, -0.7, -0.6, -0.6])
+    assert total(trajectory(("model", SNIPPET), ("tool", "\n<interpreter>\n\\boxed{42}</interpreter>\n\n"), ("model", "no"))) == -1.0
+
+
+def test_a_cold_start_trains_the_models_words_and_not_the_interpreters():
+    _, tokenizer = load_model("tiny")
+    train_set = problems("train", 8)
+    (prompt, segments), *_ = m.demonstrations(replace(CFG, cold_start_traces=8), train_set, tokenizer, m.PROMPT)
+    ids, mask = demonstration_row(prompt, segments, tokenizer, m.wrap_output, 64)
+    assert [a for a, _ in segments] == ["model", "tool", "model"]
+    learned = tokenizer.decode([i for i, own in zip(ids, mask) if own])
+    context = tokenizer.decode([i for i, own in zip(ids, mask) if not own])
+    assert learned.startswith("I compute it.\n<code>") and learned.endswith("</answer><|im_end|>") and "interpreter" not in learned
+    assert context == prompt + m.wrap_output(segments[1][1])
+    (_, segments), *_ = m.demonstrations(replace(CFG, cold_start_traces=8, text_only=True), train_set, tokenizer, m.PROMPT)
+    assert [a for a, _ in segments] == ["model"] and "<code>" not in segments[0][1]
+
+
+def test_traces_of_messages(tmp_path):
+    file = tmp_path / "sft.jsonl"
+    said = "First\n<code>\n```python\nprint(1)\n```\n</code>\n<interpreter>\n1\n</interpreter>\nso <answer>\n\\boxed{1}\n</answer>"
+    row = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": said}]}
+    file.write_text(json.dumps(row) + "\n" + json.dumps({"messages": [{"role": "user", "content": "two?"}]}) + "\n")
+    assert len(read_messages(file, 1)) == 1
+    with pytest.raises(UserError, match="line 2 of .*a user's and an assistant's message"):
+        read_messages(file, 2)
+    assert m.split_trace(said) == [("model", said[:said.index("\n<interpreter>")]), ("tool", "1"), ("model", said[said.index("so <answer>"):])]

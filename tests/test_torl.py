@@ -1,0 +1,123 @@
+"""ToRL: environment, observations and rewards; each bug of the original that is not repeated has a test."""
+import dataclasses
+from dataclasses import replace
+
+import pytest
+
+from common.data import Example
+from common.policy import load_model
+from common.rollout import Budget, Call, End, Notice, Segment, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, make_prompts, rollout
+from common.run import describe
+from common.sandbox import Outcome
+from common.tiny import protocols
+from common.tiny.world import problem, problems
+from methods import torl as m
+from tests.helpers import ScriptedEngine
+
+CFG = m.Config()
+CODE = "I compute it.\n```python\nprint(6 * 7)\n```\n```output"
+
+
+def trajectory(*segments, gold="42", outcomes=()):
+    t = Trajectory(Example("e", "6 * 7?", (gold,)), 0, 0, "", [], segments=[Segment(a, text, 0, 0) for a, text in segments])
+    t.calls = [ToolCall("python", "", t.example, outcome) for outcome in outcomes]
+    return t
+
+
+def total(t, **changes):
+    return m.reward(t, t.example, replace(CFG, **changes))["total"]
+
+
+def test_every_setting_has_a_source_and_presets_only_set_what_exists():
+    described = describe(m.Config)
+    assert all(set(preset) <= set(described) for preset in m.PRESETS.values())
+    assert {f.name for f in dataclasses.fields(m.Config)} == set(described)
+
+
+@pytest.mark.parametrize("name", ["torl"])
+def test_the_tiny_model_was_built_on_this_protocol(name):
+    p, task = protocols.PROTOCOLS[name], problem(3, 1)
+    assert m.render(Example("x", task.text, (task.answer,))) == p.prompt(task) and m.STOP == p.stops
+    assert m.wrap_output("42") == p.observe("", "42") and m.wrap_output("") == p.observe("", "")
+    assert m.extract_program(p.call("I compute it.", "x = 1\nprint(x)")) == "x = 1\nprint(x)\n"
+
+
+def test_environment():
+    act = lambda text, reason: m.environment(Turn(text, reason, 0, False), None)
+    assert act(CODE, "stop") == Call("python", "print(6 * 7)\n", m.wrap_output)
+    assert act("nothing to run\n```output", "stop") == Notice("\n")  # the turn is spent all the same
+    assert act("The answer is \\boxed{42}.", "eos") == End("answer")
+    assert act("and so on", "length") == End("length")
+
+
+@pytest.mark.parametrize("outcome,expected", [
+    (Outcome("ok", "42\n"), "42"),
+    (Outcome("ok_empty"), ""),  # the original shows a time-out that did not happen
+    (Outcome("error", "1\n2\n", "Traceback...\nNameError: name 'x' is not defined", "NameError: name 'x' is not defined"),
+     ToolFailure("NameError: name 'x' is not defined", "error")),  # the original counts printed text as success
+    (Outcome("timeout", "1\n", exception="the program ran longer than 5 s"), ToolFailure("the program ran longer than 5 s", "timeout")),
+    (Outcome("ok", "no Error here\n7"), "no Error here\n7"),  # the original keeps the last line only
+    (Outcome("ok", "a" * 255), "a" * 255),
+    (Outcome("ok", "a" * 200 + "b" * 200), "a" * 128 + "..." + "b" * 128),
+])
+def test_observation(outcome, expected):
+    got = m.observe(outcome)
+    assert str(got) == str(expected) and type(got) is type(expected)
+    if isinstance(expected, ToolFailure):
+        assert got.outcome == expected.outcome
+
+
+def test_what_a_program_printed_is_not_scored():
+    t = trajectory(("model", CODE), ("tool", "\n\\boxed{42}\n```\n"), ("model", "I do not know."), outcomes=["ok"])
+    assert total(t) == -1.0
+
+
+def test_answers_are_compared_as_maths():
+    assert total(trajectory(("model", "\\boxed{2\\sqrt{3}}"), gold="2\\sqrt{5}")) == -1.0
+    assert total(trajectory(("model", "\\boxed{2^{10}}"), gold="1024")) == 1.0
+    assert total(trajectory(("model", "\\boxed{\\frac{1}{2}}"), gold="0.5")) == 1.0
+
+
+@pytest.mark.parametrize("text,outcomes,paper,original", [
+    (CODE + "\\boxed{42}", ["ok"], 1.0, 1.0),
+    (CODE + "\\boxed{42}", ["error"], 0.5, 0.5),
+    (CODE + "\\boxed{41}", ["error"], -1.5, -1.5),
+    (CODE + "\\boxed{42}", ["error", "empty"], 1.0, 1.0),  # the last program ran; printing nothing is not failing
+    (CODE + "\\boxed{42}", [], 0.5, 0.5),  # written and never run
+    ("\\boxed{42}", [], 1.0, 0.5),  # the original punishes the absence of code
+    ("\\boxed{41}", [], -1.0, -1.5),
+])
+def test_execution_penalty(text, outcomes, paper, original):
+    t = trajectory(("model", text), outcomes=outcomes)
+    assert total(t, execution_penalty=0.5) == paper
+    assert total(t, execution_penalty=0.5, penalty_without_code=True) == original
+    assert total(t) == (1.0 if "42" in text else -1.0)
+
+
+def test_softer_reward_for_a_wrong_answer_in_a_box():
+    assert [total(trajectory(("model", text)), reward="format") for text in ("\\boxed{42}", "\\boxed{41}", "41")] == [1.0, -0.5, -1.0]
+
+
+def test_with_two_programs_every_output_is_masked_and_the_last_turn_runs_nothing():
+    """The original's offsets are those of the segment, so from the second output on the wrong tokens are masked."""
+    _, tokenizer = load_model("tiny")
+    engine = ScriptedEngine(tokenizer, lambda ids, seed: CODE)
+    ran = []
+    tool = Tool(lambda calls: [ran.append(c.argument) or f"out{len(ran)}" for c in calls])
+    budget = Budget(100, 60, 40, 300, turns=2)
+    prompts, _ = make_prompts([Example("e", "6 * 7?", ("42",))], lambda e: m.render(e), tokenizer, budget)
+    pool = ToolPool(1)
+    t, = rollout(engine, tokenizer, prompts, m.environment, {"python": tool}, budget, pool, stop=m.STOP)
+    pool.close()
+    written = tokenizer.decode([i for i, own in zip(t.ids, t.mask) if own])
+    others = tokenizer.decode([i for i, own in zip(t.ids, t.mask) if not own])
+    assert ran == ["print(6 * 7)\n"] * 2 and t.stop == "turns"
+    assert written == CODE * 3 and others == "\nout1\n```\n\nout2\n```\n"
+
+
+def test_problems_of_training_and_evaluation():
+    assert problems("train", 20, seed=0) == problems("train", 20, seed=0) != problems("train", 20, seed=1)
+    rows = problems("eval", 200)
+    assert {e.meta["kind"] for e in rows} == {"easy", "hard"} and all(str(eval(e.meta["expression"])) == e.answers[0] for e in rows)
+    hard = {e.question for e in rows if e.meta["kind"] == "hard"}
+    assert len(hard & {e.question for e in problems("train", 4096)}) <= 2  # by chance
