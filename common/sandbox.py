@@ -170,6 +170,11 @@ def _libraries(sites: list[str]) -> tuple[list[str], list[str], list[str]]:
     return sorted(filter(os.path.isdir, folders)), sorted(filter(os.path.isdir, hidden)), sorted(shown)
 
 
+def _inside(path: str) -> str:
+    """Where programs see a library folder: in its own place, unless a program's empty /tmp would cover it."""
+    return "/libraries" + path if path.startswith("/tmp/") else path
+
+
 def _confine(sites: list[str]) -> None:
     """Give this process a read-only root that holds libraries, five devices and an empty /tmp. Needs its own user and mount namespaces."""
     folders, hidden, shown = _libraries(sites)
@@ -179,7 +184,7 @@ def _confine(sites: list[str]) -> None:
     _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     tmpfs("/tmp", b"size=1m,mode=755")
     for path in folders + hidden + shown + devices:
-        target = "/tmp" + path
+        target = "/tmp" + _inside(path)
         if path in hidden:
             tmpfs(target, b"size=1m,mode=755")
             continue
@@ -192,6 +197,11 @@ def _confine(sites: list[str]) -> None:
     for fd in sources.values():
         os.close(fd)
     os.mkdir("/tmp/tmp")
+    sys.path[:] = map(_inside, sys.path)
+    for module in list(sys.modules.values()):  # where packages look for the parts that are not imported yet
+        if isinstance(getattr(module, "__path__", None), list):
+            module.__path__[:] = map(_inside, module.__path__)
+    sys.path_importer_cache.clear()
     os.chdir("/tmp")
     _call("syscall", PIVOT_ROOT[ARCH[platform.machine()][0]], b".", b".")
     _call("umount2", b".", 2)  # the old root, which lies on top

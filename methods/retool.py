@@ -121,7 +121,7 @@ PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
         model="smollm2", data="", steps=30, prompts=4, samples=4, max_turns=2, prompt_tokens=384, turn_tokens=128, observation_tokens=64,
-        trajectory_tokens=384, lr=2e-5, cold_start_lr=1e-4, eval_questions=24, eval_every=0, save_every=5),
+        trajectory_tokens=384, lr=2e-5, cold_start_lr=1e-4, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 32B; GRPO as the recipe, for the paper's PPO add --algorithm ppo --prompts 1024 --samples 1 --updates 4
         model="Qwen/Qwen2.5-32B-Instruct", dtype="bfloat16", device="cuda", data="BytedTsinghua-SIA/DAPO-Math-17k", cold_start_data="train_2000.jsonl",
         steps=400, prompts=512, samples=16, max_turns=8, run_timeout=30.0, prompt_tokens=2048, turn_tokens=16384, observation_tokens=512,

@@ -122,7 +122,7 @@ PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
         model="smollm2", dtype="float32", data="", steps=30, prompts=4, samples=4, max_turns=2, topk=2, prompt_tokens=320, turn_tokens=64,
-        observation_tokens=192, trajectory_tokens=512, lr=2e-5, reward="format", warmup=12, eval_questions=24, eval_every=0, save_every=5),
+        observation_tokens=192, trajectory_tokens=512, lr=2e-5, reward="format", warmup=12, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 7B, GRPO as train_grpo.sh; for PPO add --algorithm ppo --prompts 512 --samples 1 --updates 2
         model="Qwen/Qwen2.5-7B", dtype="float32", device="cuda", data="PeterJinGo/nq_hotpotqa_train", corpus="http://127.0.0.1:8000",
         steps=1005, prompts=512, samples=5, max_turns=4, topk=3, prompt_tokens=2048, turn_tokens=500, observation_tokens=500,

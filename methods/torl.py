@@ -108,7 +108,7 @@ PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
         model="smollm2", data="", steps=30, prompts=4, samples=4, prompt_tokens=320, turn_tokens=128, observation_tokens=64, trajectory_tokens=320,
-        lr=2e-5, eval_questions=24, eval_every=0, save_every=5),
+        lr=2e-5, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 1.5B, as torl_1.5b.sh; the 7B settings are not published
         model="Qwen/Qwen2.5-Math-1.5B", device="cuda", data="GAIR/ToRL", steps=1000, prompts=128, samples=16, run_timeout=10.0, prompt_tokens=400,
         turn_tokens=3072, observation_tokens=256, trajectory_tokens=3072, lr=1e-6, warmup_steps=0, eval_every=4, save_every=20, micro_tokens=32768),
