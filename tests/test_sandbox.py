@@ -3,7 +3,6 @@ import http.server
 import json
 import os
 import shutil
-import shutil
 import subprocess
 import sys
 import tempfile
