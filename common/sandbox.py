@@ -198,9 +198,11 @@ def _confine(sites: list[str]) -> None:
         os.close(fd)
     os.mkdir("/tmp/tmp")
     sys.path[:] = map(_inside, sys.path)
-    for module in list(sys.modules.values()):  # where packages look for the parts that are not imported yet
+    for module in list(sys.modules.values()):  # where packages look for their data and for the parts that are not imported yet
         if isinstance(getattr(module, "__path__", None), list):
             module.__path__[:] = map(_inside, module.__path__)
+        if isinstance(getattr(module, "__file__", None), str):
+            module.__file__ = _inside(module.__file__)
     sys.path_importer_cache.clear()
     os.chdir("/tmp")
     _call("syscall", PIVOT_ROOT[ARCH[platform.machine()][0]], b".", b".")
