@@ -41,7 +41,7 @@ import torch
 from common import UserError, losses, scoring
 from common.data import Example, load_examples, order, split_examples
 from common.engine import HFEngine
-from common.maths import last_boxed, maths_equal
+from common.maths import last_boxed, maths_equal, maths_self_test
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -56,7 +56,7 @@ from common.update import Experience, critic_step, joined, mini_batches, policy_
 @dataclass(frozen=True)
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
-    preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
+    preset: str = setting("tiny", "defaults for the other flags: tiny or paper", "ours")
     name: str = setting("", "name of the run's folder in runs/otc/ (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     task: Literal["search", "code"] = setting("search", "which tool: a search engine (on Search-R1) or Python (on ToRL)", "paper §4.1")
@@ -308,7 +308,7 @@ def train(cfg: Config) -> None:
     sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # before torch has threads
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or os.cpu_count())
-    scoring.self_test()
+    (scoring.self_test if search else maths_self_test)()
     template = read_template(cfg.template, PROMPTS[cfg.task], "{question}")
     train_set, eval_set = load_data(cfg)
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)

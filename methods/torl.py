@@ -42,7 +42,7 @@ import torch
 from common import UserError, losses
 from common.data import Example, load_examples, order, split_examples
 from common.engine import HFEngine
-from common.maths import last_boxed, maths_equal
+from common.maths import last_boxed, maths_equal, maths_self_test
 from common.policy import load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, Tool, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -202,6 +202,7 @@ def train(cfg: Config) -> None:
     sandbox = open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or os.cpu_count())
+    maths_self_test()
     template = read_template(cfg.template, PROMPT, "{question}")
     train_set, eval_set = load_data(cfg)
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)

@@ -96,6 +96,8 @@ def torl(data: dict) -> Iterator[Check]:
         elif any("\\boxed" in s.text for s in t.segments if s.author == "tool"):
             reason = "a box that a program printed is not the model's answer"
         yield Check(case["id"], "reward", case["expected"], got, reason)
+        if reason:
+            yield Check(case["id"], "the other verdict", -case["expected"], got)
     for case in data.get("total_reward", []):
         code = "```python\nprint(1)\n```\n" if case["contains_code"] else ""
         t = as_trajectory("", f"{code}\\boxed{{{1 if case['correct'] else 2}}}", "$^", gold=("1",))
@@ -154,8 +156,10 @@ def retool(data: dict) -> Iterator[Check]:
         yield Check(case["id"], "injected", case["expected_injected"], "</code>" + m.wrap_output(shown),
                     "a program that prints nothing is answered with a note" if nothing else "")
     for case in data.get("recipe_print_rewrite", []):
-        yield Check(case["id"], "code", case["expected_code_sent"], m.extract_program(f"<code>\n{case['code']}\n</code>"),
+        got = m.extract_program(f"<code>\n{case['code']}\n</code>")
+        yield Check(case["id"], "code", case["expected_code_sent"], got,
                     "a program is run as the model wrote it: the recipe's added print breaks loops and comments")
+        yield Check(case["id"], "as written", case["code"].removeprefix("```python").removesuffix("```").strip(), got)
 
 
 def otc(data: dict) -> Iterator[Check]:

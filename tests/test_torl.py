@@ -34,9 +34,8 @@ def test_every_setting_has_a_source_and_presets_only_set_what_exists():
     assert {f.name for f in dataclasses.fields(m.Config)} == set(described)
 
 
-@pytest.mark.parametrize("name", ["torl"])
-def test_the_tiny_model_was_built_on_this_protocol(name):
-    p, task = protocols.PROTOCOLS[name], problem(3, 1)
+def test_the_tiny_model_was_built_on_this_protocol():
+    p, task = protocols.PROTOCOLS["torl"], problem(3, 1)
     assert m.render(Example("x", task.text, (task.answer,))) == p.prompt(task) and m.STOP == p.stops
     assert m.wrap_output("42") == p.observe("", "42") and m.wrap_output("") == p.observe("", "")
     assert m.extract_program(p.call("I compute it.", "x = 1\nprint(x)")) == "x = 1\nprint(x)\n"
