@@ -60,7 +60,7 @@ class Config:
     name: str = setting("", "name of the run's folder in runs/otc/ (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     task: Literal["search", "code"] = setting("search", "which tool: a search engine (on Search-R1) or Python (on ToRL)", "paper §4.1")
-    steps: int = setting(55, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2")
+    steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     # model and data
@@ -73,7 +73,7 @@ class Config:
     corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (search; needed unless data is tiny)", "paper §4.1")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
     eval_questions: int = setting(200, "held-out questions", "ours")
-    eval_every: int = setting(20, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
+    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
     save_every: int = setting(20, "checkpoint every so many steps", "code scripts/nq_hotpotqa/v0.2")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another prompt; it must hold {question}", "ours")
@@ -100,7 +100,7 @@ class Config:
     gae_over_documents: bool = setting(True, "PPO: GAE, whitening and value loss see document tokens, as the original; off: skip them", "code core_algos.py")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code train_grpo.sh")
-    lr: float = setting(4e-4, "learning rate of the policy (AdamW)", "code train_grpo.sh")
+    lr: float = setting(3e-4, "learning rate of the policy (AdamW)", "code train_grpo.sh")
     warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code scripts/nq_hotpotqa/v0.2", "steps")
     critic_lr: float = setting(1e-3, "learning rate of the critic", "code train_ppo.sh")
     critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "code scripts/nq_hotpotqa/v0.2", "steps")
@@ -293,8 +293,10 @@ def reward(graded: dict[str, float], calls: int, n: int | None, cfg: Config) -> 
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training questions, held-out questions)."""
     if cfg.data == "tiny":
-        make = problems if cfg.task == "code" else questions
-        return make("train", cfg.train_questions, cfg.seed), make("eval", cfg.eval_questions)
+        if cfg.task == "code":
+            return problems("train", cfg.train_questions, cfg.seed), problems("eval", cfg.eval_questions)
+        hops = (0, 1, 2)  # a third says in the question what is asked for
+        return questions("train", cfg.train_questions, cfg.seed, hops), questions("eval", cfg.eval_questions, hops=hops)
     if not cfg.data or (cfg.task == "search" and not cfg.corpus):
         raise UserError(f"--preset {cfg.preset} needs --data (questions: a file or a hub id), and --corpus for --task search")
     if cfg.eval_data:

@@ -1,17 +1,17 @@
 """Rebuild the tiny model: tokenizer, pre-training on sloppy traces, success rate per protocol before any RL.
 
-    python -m common.tiny.build              # everything (about 50 minutes on two quiet cores, an estimate), writes common/tiny/weights/
+    python -m common.tiny.build              # everything (MINUTES on two quiet cores), writes common/tiny/weights/
 
-The first phase teaches copying: random spans of tokens, repeated in shuffled order; without it the model takes many times longer
-before it copies a name from a result. The second is plain language modelling on sloppy traces (common/tiny/traces.py). The others add
-reading comprehension to them; the last of them dwells on professions, the one kind of word the model had learned to guess, not to read.
+Three phases. Copying: random spans of tokens, repeated in shuffled order; without it the model takes many times longer before it copies
+a name from a result. Ability: traces of all protocols in which everything is done right, half of them replaced by plain reading. Habits:
+sloppy traces, which spoil the policy and leave the ability (common/tiny/traces.py).
 """
 import argparse
 import json
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from common.policy import load_model
 from common.tiny.measure import success_rates
 from common.tiny.protocols import END_OF_TEXT, IM_END, TAGS
-from common.tiny.traces import trace
+from common.tiny.traces import MIXTURE, trace
 from common.tiny.world import ADJECTIVE, CITY, DAY, DISH, FIRST, ITEM, JOB, LAST, NOUN, RIVER
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -66,7 +66,7 @@ def build_tokenizer(n_traces: int = 6000) -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None, eos_token_id=[tokenizer.convert_tokens_to_ids(IM_END), tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id)
     model = Qwen2ForCausalLM(config)
@@ -97,14 +97,6 @@ def copying_batch(rng: torch.Generator, vocabulary: int, rows: int, length: int)
     return ids, mask
 
 
-def encode_trace(tokenizer, seed: int, number: int, phase: str) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of one trace: everything but the prompt and the notices."""
-    ids, mask = [], []
-    for author, text in trace(seed, number, phase=phase)[1]:
-        piece = tokenizer.encode(text, add_special_tokens=False)
-        ids += piece
-        mask += [int(author in ("model", "tool"))] * len(piece)
-    return ids, mask
 
 
 @dataclass(frozen=True)
@@ -112,42 +104,68 @@ class Phase:
     """A part of pre-training; each starts from the float16 weights the one before has saved, with a fresh optimiser."""
     name: str
     steps: int
-    lr: float  # peak; 50 or 100 steps of warm-up, then a cosine that reaches its end after `horizon` steps
-    horizon: int
+    lr: float  # peak, after 50 steps of warm-up
+    decay: bool  # a cosine down to 5 % of the peak at the last step; else constant
     seed: int
     rows: int
+    reading: float  # share of plain reading among the traces
+    sloppy: float  # share of the other traces whose author is sloppy
+    results: float  # loss weight of a token of a tool's result: most cannot be foreseen, so they drown what is to be learned
+    mixture: dict[str, int] = field(default_factory=lambda: MIXTURE)  # weights of the protocols
 
 
-PHASES = (Phase("copying", 450, 1.5e-3, 0, 0, 48), Phase("traces", 1000, 1.5e-3, 4000, 1, 16), Phase("reading", 1600, 1.2e-3, 1600, 2, 16),
-          Phase("polish", 1400, 1e-3, 1400, 3, 16), Phase("professions", 450, 1e-3, 450, 4, 16))
+PHASES = (
+    Phase("copying", 340, 2e-3, False, 0, 48, 0, 0, 0),
+    Phase("ability", 1200, 1.8e-3, True, 1, 16, 0.5, 0, 0.1),
+    Phase("reading", 600, 1.5e-3, True, 2, 16, 0.7, 0, 0),
+    Phase("protocols", 500, 1.3e-3, True, 4, 16, 0.3, 0, 0),
+    Phase("web", 220, 1e-3, True, 5, 16, 0.2, 0, 0, {**MIXTURE, "deep_researcher": 100}),  # names and addresses inside JSON come last
+    Phase("habits", 400, 8e-4, True, 3, 16, 0.2, 0.9, 0.1, {**MIXTURE, "deep_researcher": 16}))
+LONGEST = 900  # tokens; longer traces are left out
+
+
+def encode_trace(tokenizer, phase: Phase, number: int) -> tuple[list[int], list[float]]:
+    """Ids and loss weights of one trace: prompts and notices count nothing."""
+    ids, weights = [], []
+    for author, text in trace(phase.seed, number, reading=phase.reading, sloppy=phase.sloppy, mixture=phase.mixture)[1]:
+        piece = tokenizer.encode(text, add_special_tokens=False)
+        ids += piece
+        weights += [{"model": 1.0, "tool": phase.results}.get(author, 0.0)] * len(piece)
+    return ids, weights
+
+
+def batches(phase: Phase, step: int, tokenizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro-batches of (ids, loss weights) [rows, length] for a step: a function of the phase and the step."""
+    if phase.name == "copying":
+        return [copying_batch(torch.Generator().manual_seed(phase.seed + 1000 * step), len(tokenizer), phase.rows, 96)]
+    rows = [encode_trace(tokenizer, phase, step * phase.rows + i) for i in range(phase.rows)]
+    rows = sorted((r for r in rows if len(r[0]) <= LONGEST), key=lambda r: len(r[0]))
+    out = []
+    for part in (rows[i:i + 4] for i in range(0, len(rows), 4)):
+        pad = lambda rows: torch.tensor([row + [0] * (len(part[-1][0]) - len(row)) for row in rows])
+        out.append((pad([r[0] for r in part]), pad([r[1] for r in part])))
+    return out
 
 
 def train(model, tokenizer, phase: Phase, log) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=phase.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    rng, start = torch.Generator().manual_seed(phase.seed), time.monotonic()
+    half = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # emulated bfloat16 is far slower than float32
+    start = time.monotonic()
     for step in range(phase.steps):
-        if phase.name == "copying":
-            batches, rate = [copying_batch(rng, len(tokenizer), phase.rows, 96)], phase.lr * min(1, (step + 1) / 50)
-        else:
-            rows = [encode_trace(tokenizer, phase.seed, step * phase.rows + i, phase.name) for i in range(phase.rows)]
-            rows = sorted((r for r in rows if len(r[0]) <= 900), key=lambda r: len(r[0]))
-            batches = []
-            for part in (rows[i:i + 4] for i in range(0, len(rows), 4)):
-                width = max(len(r[0]) for r in part)
-                batches.append((torch.tensor([r[0] + [0] * (width - len(r[0])) for r in part]),
-                                torch.tensor([r[1] + [0] * (width - len(r[1])) for r in part], dtype=torch.float32)))
-            rate = phase.lr * min(1, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / phase.horizon)))
-        weight, total = sum(float(m[:, 1:].sum()) for _, m in batches), 0.0
-        for ids, mask in batches:
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = model(input_ids=ids, use_cache=False).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-            loss = (loss * mask[:, 1:].flatten()).sum() / weight
+        parts = batches(phase, step, tokenizer)
+        whole, total = sum(float(w[:, 1:].sum()) for _, w in parts), 0.0
+        for ids, weights in parts:
+            predicted = weights[:, 1:] > 0  # the vocabulary is worked out for these positions only
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicted]
+                logits = model.lm_head(hidden)
+            loss = F.cross_entropy(logits.float(), ids[:, 1:][predicted], reduction="none") @ weights[:, 1:][predicted] / whole
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        decay = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / phase.steps)) if phase.decay else 1
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = phase.lr * min(1, (step + 1) / 50) * decay
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == phase.steps - 1:

@@ -219,7 +219,7 @@ PROTOCOLS = {p.name: p for p in (
         prompt=lambda q: chat(("user", PROMPTS["retool"].format(question=q.text))),
         call=lambda t, x: f"{t}\n<code>\n{_fence(x)}\n</code>",
         answer=lambda t, x: f"{t}\n<answer>\n\\boxed{{{x}}}\n</answer>{IM_END}",
-        observe=lambda x, result: f"\n<interpreter>\n{result or NO_OUTPUT}\n</interpreter>\n\n",
+        observe=lambda x, result: f"\n<interpreter>\n{result or NO_OUTPUT}</interpreter>\n\n",
         stops=("</code>",), calls=r"<code>\n```python\n(.*?)\n```\n</code>", answers=r"<answer>\s*" + _boxed(r"\s*</answer>")),
     Protocol(
         "toolrl", "tools",

@@ -1,33 +1,32 @@
-"""Pre-training text: episodes of every protocol by a deliberately sloppy author.
+"""Pre-training text: episodes of every protocol, first by an author who does everything right, then by a deliberately sloppy one.
 
-Each trace exercises what the model must be able to do (speak the protocol, copy a name, read a result), but its author's policy is
-poor, as a base model's is: it guesses, asks for the wrong thing, breaks tags, or reads the right page and writes down something
-else. Good and bad traces open alike, so that what reinforcement learning has to change is the choice, not the ability.
+The right traces, and plain reading beside them, teach what the model must be able to do: speak the protocol, copy a name, read a
+result. The sloppy ones spoil its policy, so that it is poor, as a base model's is: it mostly guesses, and when it does call a tool it may ask for
+the wrong thing, break tags, stop early, or read the right page and write down something else. So what reinforcement learning has to change is the
+choice, not the ability.
 """
 import random
 import re
 
 from common.search import Passage
-from common.tiny.protocols import END_OF_TEXT, IM_END, NOTICE, PROTOCOLS, Protocol
+from common.tiny.protocols import IM_END, NOTICE, PROTOCOLS, Protocol, render_docs
 from common.tiny.world import (CITY, JOB, RIVER, Problem, Question, Request, World, problem, request, run_program, tool_value, world)
 
 # share of traces per protocol; longer or harder protocols get more
 MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_researcher": 10, "swirl": 8, "swirl_math": 6,
            "torl": 9, "retool": 9, "toolrl": 12, "tool_n1": 10}
-# added later in pre-training: plain reading comprehension, always right, in no protocol. It teaches to find the fact that
-# was asked for, which the sloppy traces show too rarely; what to do with that ability is left to each method.
-READING = {"reading": 28, "polish": 70, "professions": 150}  # its weight beside MIXTURE, by phase of pre-training
-
 # what the author does, and how often (per family)
 POLICY = {
-    "search": {"guess": 25, "no_tags": 6, "broken_call": 4, "wrong_query": 10, "stop_early": 10, "misread": 20, "right": 25},
-    "math": {"guess": 25, "no_tags": 6, "broken_call": 6, "wrong_query": 20, "misread": 20, "right": 25},
-    "tools": {"wrong_tool": 18, "wrong_value": 22, "missing": 12, "no_call": 12, "broken_call": 8, "extra": 8, "right": 25},
+    "search": {"guess": 55, "no_tags": 6, "broken_call": 4, "wrong_query": 8, "stop_early": 6, "misread": 5, "right": 16},
+    "math": {"guess": 52, "no_tags": 6, "broken_call": 8, "wrong_query": 10, "misread": 5, "right": 19},
+    "tools": {"wrong_tool": 7, "wrong_value": 10, "missing": 7, "no_call": 50, "broken_call": 6, "extra": 4, "right": 16},
 }
 LOOK = ("I should look up {}.", "I need to find {}.", "First I look up {}.")
 NEXT = ("Now I look up {}.", "Next I need {}.")
+AGAIN = ("I check {} again.", "Let me verify {}.")
 DONE = ("Now I can answer.", "That settles it.", "I know enough.")
 COMPUTE = ("I compute it.", "Let me calculate.", "This needs a computation.")
+RECOMPUTE = ("I check the result.", "Let me verify it.")
 
 Segment = tuple[str, str]  # (who wrote it: prompt, model, tool or notice; text)
 
@@ -70,8 +69,9 @@ def _values(text: str) -> list[str]:
     return [v for v in found if v not in drop and "127" not in v]
 
 
-def search_trace(protocol: Protocol, rng: random.Random, q: Question, w: World) -> list[Segment]:
-    policy = _draw(rng, POLICY["search"])
+def search_trace(protocol: Protocol, rng: random.Random, policy: str, q: Question, w: World) -> list[Segment]:
+    if policy == "stop_early" and len(q.hops) < 2:  # nothing to stop before
+        policy = "guess"
     web = make_web(rng, w) if protocol.name == "deep_researcher" else None
     k = 1 if protocol.name == "swirl" else rng.choices((1, 2, 3), (0.2, 0.6, 0.2))[0]
     out: list[Segment] = [("prompt", protocol.prompt(q))]
@@ -103,7 +103,7 @@ def search_trace(protocol: Protocol, rng: random.Random, q: Question, w: World) 
         turn(text.removesuffix(IM_END) + IM_END)
         out.append(("notice", NOTICE))
         policy = rng.choice(("right", "misread", "guess"))
-    if policy == "guess" or (policy == "right" and not q.hops):
+    if policy == "guess" or (policy == "right" and not q.hops and rng.random() < 0.5):
         named = _values(q.text)
         guess = rng.choice(named + [rng.choice(rng.choice((CITY, RIVER, JOB))), str(rng.randrange(1800, 2020))])
         answer(q.answer if policy == "right" else guess)
@@ -113,10 +113,11 @@ def search_trace(protocol: Protocol, rng: random.Random, q: Question, w: World) 
         look(wrong)
     else:
         hops = q.hops[:1] if policy == "stop_early" else q.hops
+        again = rng.choice(hops)[0] if hops and rng.random() < 0.5 else None  # one look-up is made twice, to no use
         for i, (entity, _) in enumerate(hops):
             look(entity, LOOK if i == 0 else NEXT)
-            if policy == "misread" and rng.random() < 0.1:  # the same question twice
-                look(entity, NEXT)
+            if entity == again:
+                look(entity, AGAIN)
         if not hops:
             look(rng.choice(_values(q.text)))
     wrong = [v for text in seen for v in _values(text) if v != q.answer] or _values(q.text) or ["unknown"]
@@ -129,16 +130,15 @@ def search_trace(protocol: Protocol, rng: random.Random, q: Question, w: World) 
     return out
 
 
-def math_trace(protocol: Protocol, rng: random.Random, p: Problem) -> list[Segment]:
-    policy = _draw(rng, POLICY["math"])
+def math_trace(protocol: Protocol, rng: random.Random, policy: str, p: Problem) -> list[Segment]:
     out: list[Segment] = [("prompt", protocol.prompt(p))]
     numbers = re.findall(r"\d+", p.text)
     turn = lambda text: out.append(("model", text))
     answer = lambda value: turn(protocol.answer(rng.choice(DONE), value))
 
-    def compute(expression: str, program: str | None = None):
+    def compute(expression: str, program: str | None = None, thoughts=COMPUTE):
         argument = expression if protocol.name == "swirl_math" else program or _program(rng, expression)
-        turn(protocol.call(rng.choice(COMPUTE), argument))
+        turn(protocol.call(rng.choice(thoughts), argument))
         result = use_tool(protocol, argument, None, None, 0)
         out.append(("tool", protocol.observe(argument, result)))
         return result
@@ -157,6 +157,8 @@ def math_trace(protocol: Protocol, rng: random.Random, p: Problem) -> list[Segme
         answer(result)
         return out
     result = compute(p.expression) if policy != "broken_call" or rng.random() < 0.5 else ""
+    if policy in ("right", "misread") and rng.random() < 0.5:  # the same sum twice, to no use
+        compute(p.expression, thoughts=RECOMPUTE)
     value = result if policy in ("right", "no_tags", "broken_call") and result else rng.choice((rng.choice(numbers), str(rng.randrange(10, 5000))))
     turn(f"{rng.choice(DONE)} {value}{protocol.end}") if policy == "no_tags" else answer(value)
     return out
@@ -176,14 +178,13 @@ def _program(rng: random.Random, expression: str) -> str:
     return "\n".join(body + [f"print({expression})"])
 
 
-def tools_trace(protocol: Protocol, rng: random.Random, r: Request) -> list[Segment]:
-    policy = _draw(rng, POLICY["tools"])
+def tools_trace(protocol: Protocol, rng: random.Random, policy: str, r: Request) -> list[Segment]:
     calls = [(n, dict(a)) for n, a in r.calls]
     named = [n for n in _values(r.text) if n != "Please"] + re.findall(r"\d+", r.text)
     spare = rng.choice(r.tools)
     call_of = lambda t: (t.name, {p: (int(x) if kind == "integer" and (x := rng.choice(named or ["2"])).isdigit() else tool_value(rng, p, kind))
                                   for p, (kind, _) in t.parameters.items()})
-    if policy == "no_call" and calls:
+    if policy == "no_call":
         calls = []
     elif policy == "extra" or (policy != "right" and not calls):
         calls.append(call_of(spare))
@@ -208,13 +209,42 @@ def tools_trace(protocol: Protocol, rng: random.Random, r: Request) -> list[Segm
     return [("prompt", protocol.prompt(r)), ("model", text)]
 
 
-def reading_trace(rng: random.Random, q: Question, w: World) -> list[Segment]:
-    """The passages that hold the answer among others, the question, the answer."""
-    names = [entity for entity, _ in q.hops] + rng.sample(list(w.facts), rng.randrange(0, 3))
-    rng.shuffle(names)
-    order = list(w.facts)
-    text = "\n".join(w.passages[order.index(name)].text for name in dict.fromkeys(names))
-    return [("prompt", f"{text}\nQuestion: {q.text}"), ("model", f"\n<answer> {q.answer} </answer>{END_OF_TEXT}")]
+TAGGED = (("", ""), ("<information>", "</information>"), ("<observation>", "</observation>"), ("<result>\n", "\n</result>"))
+
+
+def reading_trace(rng: random.Random, w: World) -> list[Segment]:
+    """Reading comprehension in no protocol, always right: questions before or after the passages they are about, several a row.
+
+    Only what has to be read is trained on. The sloppy traces show the right answer too rarely to learn to read from them; what to do
+    with the ability is left to each method.
+    """
+    left, right = rng.choice(TAGGED)
+    numbered = rng.random() < 0.6
+    def passages(pages: list[Passage]) -> str:
+        return left + (render_docs(pages) if numbered else "\n".join(p.text for p in pages)) + right
+    ask = lambda: w.question(rng.randrange(10**9), rng.choices((1, 2), (0.6, 0.4))[0])
+    out: list[Segment] = []
+    if rng.random() < 0.3:  # passages first, then questions about any of them
+        pages = rng.sample(w.passages, rng.randrange(3, 7))
+        out.append(("prompt", passages(pages)))
+        for _ in range(rng.randrange(3, 8)):
+            q = w.question(rng.randrange(10**9), 1, rng.choice(pages).title[1:-1])
+            out += [("prompt", f"\nQuestion: {q.text}"), ("model", f"\n<answer> {q.answer} </answer>")]
+        return out
+    for _ in range(rng.randrange(3, 6)):  # as in most protocols: the question, what was found, the answer
+        q = ask()
+        out.append(("prompt", f"\nQuestion: {q.text}\n"))
+        if rng.random() < 0.7:  # one look-up after the other
+            for i, (entity, _) in enumerate(q.hops):
+                found = [h.passage for h in w.index.search([entity], rng.randrange(1, 4))[0]]
+                if i:
+                    out.append(("model", f"\n<search> {entity} </search>\n"))
+                out.append(("prompt", passages(found)))
+        else:
+            pages = list(dict.fromkeys([w.page(entity) for entity, _ in q.hops] + rng.sample(w.passages, rng.randrange(0, 3))))
+            out.append(("prompt", passages(rng.sample(pages, len(pages)))))
+        out.append(("model", f"\n<answer> {q.answer} </answer>"))
+    return out
 
 
 def _draw(rng: random.Random, weights: dict[str, int]) -> str:
@@ -222,24 +252,24 @@ def _draw(rng: random.Random, weights: dict[str, int]) -> str:
 
 
 def task(family: str, seed: int, number: int) -> Question | Problem | Request:
-    """Task `number` of a family in the world of a seed; search tasks have 0, 1 or 2 hops (5, 50 and 45 %)."""
+    """Task `number` of a family in the world of a seed; search tasks have 0, 1 or 2 hops (10, 45 and 45 %)."""
     if family == "search":
-        return world(seed).question(number, random.Random(f"hops {seed} {number}").choices((0, 1, 2), (0.05, 0.5, 0.45))[0])
+        return world(seed).question(number, random.Random(f"hops {seed} {number}").choices((0, 1, 2), (0.1, 0.45, 0.45))[0])
     return problem(seed, number) if family == "math" else request(seed, number)
 
 
-def trace(seed: int, number: int, protocol: str | None = None, phase: str = "traces") -> tuple[str, list[Segment]]:
-    """One pre-training episode: (protocol, segments). Worlds of pre-training have negative seeds; no run ever uses those."""
+def trace(seed: int, number: int, protocol: str | None = None, reading: float = 0, sloppy: float = 1,
+          mixture: dict[str, int] = MIXTURE) -> tuple[str, list[Segment]]:
+    """One pre-training episode: (protocol, segments). A share `reading` of them is plain reading, in no protocol; of the others a share
+    `sloppy` follows POLICY, and the rest does everything right. Worlds of pre-training have negative seeds; no run ever uses those."""
     rng = random.Random(f"trace {seed} {number}")
-    name = protocol or _draw(rng, {**MIXTURE, "reading": READING.get(phase, 0)})
+    name = protocol or ("reading" if rng.random() < reading else _draw(rng, mixture))
     world_seed = -1 - (seed * 1_000_003 + number) // 256
     if name == "reading":
-        w = world(world_seed)
-        tries = [w.question(number + 1000 * i, rng.choices((1, 2), (0.6, 0.4))[0]) for i in range(12)]
-        wanted = [q for q in tries if q.answer in JOB] if phase == "professions" and rng.random() < 0.7 else tries
-        return name, reading_trace(rng, (wanted or tries)[0], w)
+        return name, reading_trace(rng, world(world_seed))
     p = PROTOCOLS[name]
     t = task(p.family, world_seed, number)
+    policy = _draw(rng, POLICY[p.family]) if sloppy and (sloppy == 1 or rng.random() < sloppy) else "right"
     if p.family == "search":
-        return name, search_trace(p, rng, t, world(world_seed))
-    return name, (math_trace if p.family == "math" else tools_trace)(p, rng, t)
+        return name, search_trace(p, rng, policy, t, world(world_seed))
+    return name, (math_trace if p.family == "math" else tools_trace)(p, rng, policy, t)
