@@ -49,7 +49,7 @@ sandbox_check: setup  ## what the sandbox protects here, line by line: make sand
 vectors: setup  ## reward and parser vectors: make vectors [DIR=tests/vectors]
 	$(V) -m tests.check_vectors $(or $(DIR),tests/vectors)
 
-tiny_model: setup  ## rebuild the tiny model from nothing (about 50 minutes on two quiet cores, an estimate)
+tiny_model: setup  ## rebuild the tiny model from nothing (about 33 minutes on two quiet cores)
 	$(V) -m common.tiny.build $(ARGS)
 
 tiny_rates: setup  ## success rate of the tiny model on every protocol, before any RL

@@ -3,6 +3,7 @@
     make bench                         # the tiny model
     make bench ARGS="--model smollm2 --prompts 2"
 
+The tiny model guesses before it is trained; here it first gets a few supervised steps on right traces, so that it uses its tool.
 The other side is what a plain training loop does: `model.generate` over the left-padded batch, one turn after the other, all rows
 waiting for the longest turn and the slowest tool, the whole history computed again each turn.
 """
@@ -14,10 +15,26 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from common.engine import HFEngine
-from common.policy import load_model
+from common.policy import load_model, lr_at, make_optimizer
 from common.rollout import Budget, Call, End, Tool, ToolPool, make_prompts, rollout
+from common.tiny.traces import trace
 from common.tiny.world import questions
+from common.update import supervised_step
 from methods import search_r1
+
+
+def tool_user(protocol: str, steps: int = 40):
+    """(model, tokenizer): the tiny model after supervised steps on right traces of a protocol."""
+    model, tokenizer = load_model("tiny")
+    optimizer = make_optimizer(model.parameters(), 4e-4)
+    for step in range(steps):
+        rows = []
+        for i in range(16):
+            pieces = [(author == "model", tokenizer.encode(text, add_special_tokens=False))
+                      for author, text in trace(9, step * 16 + i, protocol, sloppy=0)[1]]
+            rows.append(([t for _, ids in pieces for t in ids], [int(mine) for mine, ids in pieces for _ in ids]))
+        supervised_step(model, optimizer, rows, lr=lr_at(step, steps, 4e-4, schedule="cosine"), micro_tokens=8192, max_grad_norm=1.0)
+    return model, tokenizer
 
 
 class StopAtText(StoppingCriteria):
@@ -75,13 +92,16 @@ def synchronous(model, tokenizer, prompts, budget: Budget, act, search, stops, s
     return [r["ids"] for r in rows], sampled
 
 
-def seconds(work, repeats: int) -> tuple[float, object]:
-    times, result = [], None
-    for _ in range(repeats + 1):  # the first is a warm-up
-        started = time.monotonic()
-        result = work()
-        times.append(time.monotonic() - started)
-    return statistics.median(times[1:]), result
+def seconds(ours, theirs, repeats: int) -> tuple[float, object, float, object]:
+    """Median seconds and last result of each side. They take turns, so that a busy moment of the machine slows both; the first pair warms up."""
+    times: dict = {ours: [], theirs: []}
+    results = {}
+    for _ in range(repeats + 1):
+        for work in (ours, theirs):
+            started = time.perf_counter()
+            results[work] = work()
+            times[work].append(time.perf_counter() - started)
+    return statistics.median(times[ours][1:]), results[ours], statistics.median(times[theirs][1:]), results[theirs]
 
 
 def main() -> None:
@@ -89,11 +109,11 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tokenizer = load_model(args.model)
+    model, tokenizer = tool_user("search_r1") if args.model == "tiny" else load_model(args.model)
     cfg = search_r1.Config()
     budget = Budget(cfg.prompt_tokens if args.model == "tiny" else 400, cfg.turn_tokens, 400, 1200, cfg.max_turns)
     tool = search_r1.search_tool(cfg)
@@ -114,11 +134,11 @@ def main() -> None:
                            samples=args.samples, temperature=0.0, stop=search_r1.STOP, tool_lag=0 if latency else 2)
         repeated = [p for p in prompts for _ in range(args.samples)]
         theirs = lambda: synchronous(model, tokenizer, repeated, budget, search_r1.environment, tool.run, search_r1.STOP, slow_s)
-        our_s, trajectories = seconds(ours, args.repeats)
-        their_s, (rows, sampled) = seconds(theirs, args.repeats)
+        our_s, trajectories, their_s, (rows, sampled) = seconds(ours, theirs, args.repeats)
         same = sum(t.ids == r for t, r in zip(trajectories, rows)) / n
         our_tokens = sum(sum(t.mask) for t in trajectories)
-        print(f"{name}: {their_s / our_s:.2f} x  (engine {our_s:.2f} s, generate {their_s:.2f} s; {our_tokens} and {sampled} sampled tokens, "
+        calls = sum(len(t.calls) for t in trajectories) / n
+        print(f"{name}: {their_s / our_s:.2f} x  (engine {our_s:.2f} s, generate {their_s:.2f} s; {our_tokens} and {sampled} sampled tokens, {calls:.2f} calls, "
               f"{same:.0%} of the trajectories identical)", flush=True)
         pool.close()
 
@@ -137,8 +157,7 @@ def main() -> None:
         return sum(len(f.ids) for f in out)
     theirs = lambda: model.generate(input_ids=torch.tensor(batch), attention_mask=torch.ones(64, len(words), dtype=torch.long), max_new_tokens=64,
                                     min_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id).shape[0] * 64
-    our_s, our_tokens = seconds(ours, args.repeats)
-    their_s, their_tokens = seconds(theirs, args.repeats)
+    our_s, our_tokens, their_s, their_tokens = seconds(ours, theirs, args.repeats)
     engine.eos_ids = ends
     print(f"single turn, 64 x (64 + 64): {their_s / our_s:.2f} x  (engine {our_tokens / our_s:.0f} tokens/s, generate {their_tokens / their_s:.0f} tokens/s)")
 

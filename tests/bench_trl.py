@@ -3,7 +3,7 @@
     make bench_trl                                        # about ten minutes, and a few more to fill .trl-venv the first time
     make bench_trl ARGS="--steps 4 --parts single-turn"
 
-Both sides have the same weights, prompts, tools, limits, number of completions, loss, optimiser and number of threads. They take turns,
+Both sides have the same weights (the tiny model after a few supervised steps, so that it uses its tools), prompts, tools, limits, number of completions, loss, optimiser and number of threads. They take turns,
 step by step, each in its own process, so that a busy machine slows both. Sampled texts differ, and so do their lengths; therefore the
 ratio of seconds per sampled token stands beside the ratio of seconds per step. With a learning rate of 1e-6 and a noisy reward the policy
 stays where it is and no group ties: every step is the same kind of work, and none of it can be skipped.
@@ -31,6 +31,7 @@ from common.rollout import Budget, Call, End, Tool, ToolPool, Trajectory, Turn, 
 from common.tiny.world import EVAL, world
 from common.update import Experience, policy_step
 from tests import bench_trl_task as task
+from tests.bench import tool_user
 
 ROOT = Path(__file__).parent.parent
 VENV = ROOT / ".trl-venv"
@@ -144,7 +145,7 @@ def single_prompts(tokenizer, n: int) -> list[Example]:
 
 def compare(name: str, args, folder: Path) -> None:
     tools, steps = name == "multi-turn", args.warmup + args.steps
-    model, tokenizer = load_model(args.model)
+    model, tokenizer = tool_user("deep_researcher") if args.model == "tiny" else load_model(args.model)
     save_policy(folder / "model", model, tokenizer)
     if tools:
         asked = [world(EVAL).question(i, 1 + i % 2) for i in range(steps * args.prompts)]
