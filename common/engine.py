@@ -28,7 +28,7 @@ from common import UserError
 
 PREFILL_TOKENS = 4096    # most tokens (padding included) in one prefill forward; bounds its attention mask
 PROBE_TOKENS = 24
-DECODED_IN_SCORE = 8     # `score` feeds its last tokens one by one, so that it also checks the decode path
+DECODED_IN_SCORE = 3     # `score` feeds its last tokens one by one, so that it also checks the decode path
 
 
 def cache_name(model) -> str:
@@ -364,12 +364,15 @@ class HFEngine:
         temperature = torch.tensor([[r.temperature or 1.0] for r in requests], device=self.device)
         uniform = torch.tensor([[r.uniforms[len(r.logprobs)]] for r in requests], dtype=torch.float64, device=self.device)
         probs = (logits.float() / temperature).softmax(-1)
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        # the first id whose cumulative exceeds u, so never one of probability 0
-        ids = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=self.vocab - 1)
-        if not all(r.temperature for r in requests):
-            greedy = torch.tensor([[not r.temperature] for r in requests], device=self.device)
-            ids = torch.where(greedy, logits.argmax(-1, keepdim=True), ids)
+        greedy = [not r.temperature for r in requests]
+        if any(greedy):
+            ids = best = logits.argmax(-1, keepdim=True)
+        if not all(greedy):
+            cumulative = probs.cumsum(-1, dtype=torch.float64)
+            # the first id whose cumulative exceeds u, so never one of probability 0
+            ids = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=self.vocab - 1)
+            if any(greedy):
+                ids = torch.where(torch.tensor(greedy, device=self.device)[:, None], best, ids)
         chosen = torch.cat((ids.double(), probs.gather(1, ids).log().double()), 1).tolist()   # the one synchronisation of a step
         if bad := [r.rid for r, (_, p) in zip(requests, chosen) if not p > float("-inf")]:    # one NaN or inf makes its whole row NaN
             self._broken = True

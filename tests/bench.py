@@ -143,23 +143,24 @@ def main() -> None:
         pool.close()
 
     words = tokenizer.encode(search_r1.render(questions("eval", 1)[0], tokenizer), add_special_tokens=False)[:64]
-    batch = [[(t + 7 * i) % 1000 + 5 for t in words] for i in range(64)]
     ends, engine.eos_ids = engine.eos_ids, set()
-    def ours():
-        engine.sync(model)
-        for ids in batch:
-            engine.submit(ids, max_new_tokens=64, temperature=0.0)
-        out = []
-        while engine.busy:
-            out += engine.step()
-        for f in out:
-            engine.release(f.rid)
-        return sum(len(f.ids) for f in out)
-    theirs = lambda: model.generate(input_ids=torch.tensor(batch), attention_mask=torch.ones(64, len(words), dtype=torch.long), max_new_tokens=64,
-                                    min_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id).shape[0] * 64
-    our_s, our_tokens, their_s, their_tokens = seconds(ours, theirs, args.repeats)
+    for name, different in (("64 prompts", 64), ("8 prompts x 8", 8)):
+        batch = [[(t + 7 * (i % different)) % 1000 + 5 for t in words] for i in range(64)]
+        def ours():
+            engine.sync(model)
+            for ids in batch:
+                engine.submit(ids, max_new_tokens=64, temperature=0.0)
+            out = []
+            while engine.busy:
+                out += engine.step()
+            for f in out:
+                engine.release(f.rid)
+            return sum(len(f.ids) for f in out)
+        theirs = lambda: model.generate(input_ids=torch.tensor(batch), attention_mask=torch.ones(64, len(words), dtype=torch.long), max_new_tokens=64,
+                                        min_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id).shape[0] * 64
+        our_s, our_tokens, their_s, their_tokens = seconds(ours, theirs, 2 * args.repeats)
+        print(f"single turn, {name}, 64 + 64 tokens each: {their_s / our_s:.2f} x  (engine {our_tokens / our_s:.0f} tokens/s, generate {their_tokens / their_s:.0f} tokens/s)", flush=True)
     engine.eos_ids = ends
-    print(f"single turn, 64 x (64 + 64): {their_s / our_s:.2f} x  (engine {our_tokens / our_s:.0f} tokens/s, generate {their_tokens / their_s:.0f} tokens/s)")
 
 
 if __name__ == "__main__":

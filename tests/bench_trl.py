@@ -3,8 +3,8 @@
     make bench_trl                                        # about ten minutes, and a few more to fill .trl-venv the first time
     make bench_trl ARGS="--steps 4 --parts single-turn"
 
-Both sides have the same weights (the tiny model after a few supervised steps, so that it uses its tools), prompts, tools, limits, number of completions, loss, optimiser and number of threads. They take turns,
-step by step, each in its own process, so that a busy machine slows both. Sampled texts differ, and so do their lengths; therefore the
+Both sides have the same weights (the tiny model after a few supervised steps, so that it uses its tools), prompts, tools, limits, number
+of completions, loss, optimiser and number of threads. They take turns, step by step, each in its own process, so that a busy machine slows both. Sampled texts differ, and so do their lengths; therefore the
 ratio of seconds per sampled token stands beside the ratio of seconds per step. With a learning rate of 1e-6 and a noisy reward the policy
 stays where it is and no group ties: every step is the same kind of work, and none of it can be skipped.
 
