@@ -4,9 +4,10 @@
     make bench_trl ARGS="--steps 4 --parts single-turn"
 
 Both sides have the same weights (the tiny model after a few supervised steps, so that it uses its tools), prompts, tools, limits, number
-of completions, loss, optimiser and number of threads. They take turns, step by step, each in its own process, so that a busy machine slows both. Sampled texts differ, and so do their lengths; therefore the
-ratio of seconds per sampled token stands beside the ratio of seconds per step. With a learning rate of 1e-6 and a noisy reward the policy
-stays where it is and no group ties: every step is the same kind of work, and none of it can be skipped.
+of completions, loss, optimiser and number of threads. They take turns, step by step, each in its own process, so that a busy machine
+slows both. Sampled texts differ, and so do their lengths; therefore the ratio of seconds per sampled token stands beside the ratio of
+seconds per step. With a learning rate of 1e-6 and a noisy reward the policy stays where it is and no group ties: every step is the same
+kind of work, and none of it can be skipped.
 
 What TRL is spared: gradient checkpointing and bfloat16 (its defaults), writing logs, and turns that run on to the end of the whole budget
 (its own limit is for the trajectory; here each turn has one, as ours has). The size of its micro-batches is chosen by trying.
