@@ -492,6 +492,15 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def set_up_torch(seed: int, threads: int, device: str) -> None:
+    """Seed and CPU threads (0: one per core). On a CPU only operations that add up in a fixed order: by default the gradients of a prompt
+    that a group shares are summed in whatever order the threads come, and two runs of one seed drift apart from the last bit on."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads or os.cpu_count())
+    torch.use_deterministic_algorithms(device == "cpu")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+
+
 def summary_table(folders: Sequence[str]) -> str:
     lines = ["| run | metric | before | after | 95 % interval | calls | steps | minutes |", "|---|---|---|---|---|---|---|---|"]
     for folder in folders:

@@ -31,7 +31,6 @@ What to watch: `calls` falls while `em` or `accuracy` stays; `productivity`, rig
     make otc ARGS="--algorithm ppo"
 """
 import math
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -45,7 +44,7 @@ from common.maths import last_boxed, maths_equal, maths_self_test
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
-from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, setting
+from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, open_sandbox
 from common.search import Passage, neutralise, open_retriever
 from common.tiny.world import problems, questions, world
@@ -308,8 +307,7 @@ def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     search, stop, metric = cfg.task == "search", STOPS[cfg.task], "em" if cfg.task == "search" else "accuracy"
     sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # before torch has threads
-    torch.manual_seed(cfg.seed)
-    torch.set_num_threads(cfg.threads or os.cpu_count())
+    set_up_torch(cfg.seed, cfg.threads, cfg.device)
     (scoring.self_test if search else maths_self_test)()
     template = read_template(cfg.template, PROMPTS[cfg.task], "{question}")
     train_set, eval_set = load_data(cfg)

@@ -31,7 +31,6 @@ What to watch: `accuracy` and `code`; with the cold start both begin high; `resp
     make retool ARGS="--text-only"                            # no interpreter, a cold start in text
     make retool ARGS="--algorithm ppo"
 """
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -45,7 +44,7 @@ from common.maths import last_boxed, maths_equal, maths_self_test
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
 from common.rollout import Budget, Call, End, Tool, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
-from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, setting
+from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, Sandbox, open_sandbox
 from common.tiny.world import problems
 from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
@@ -258,8 +257,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     sandbox = open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
-    torch.manual_seed(cfg.seed)
-    torch.set_num_threads(cfg.threads or os.cpu_count())
+    set_up_torch(cfg.seed, cfg.threads, cfg.device)
     maths_self_test()
     template = read_template(cfg.template, PROMPT, "{question}")
     train_set, eval_set = load_data(cfg)

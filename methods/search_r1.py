@@ -33,7 +33,6 @@ learned; `sampler_ratio_*` stays at 1.
     make search_r1 ARGS="--no-mask-observations"              # the paper's ablation
     make search_r1 ARGS="--preset smollm2 --data questions.jsonl --corpus corpus.jsonl"
 """
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -46,7 +45,7 @@ from common.engine import HFEngine
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
-from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, setting
+from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.search import Passage, neutralise, open_retriever
 from common.tiny.world import questions, world
 from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
@@ -262,8 +261,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
-    torch.manual_seed(cfg.seed)
-    torch.set_num_threads(cfg.threads or os.cpu_count())
+    set_up_torch(cfg.seed, cfg.threads, cfg.device)
     scoring.self_test()
     template = read_template(cfg.template, PROMPT, "{question}")
     train_set, eval_set = load_data(cfg)

@@ -57,6 +57,20 @@ def test_a_run_leaves_everything_behind(whole):
         assert len(row["tokens"]) == len(row["author"]) == len(row["mask"]) == len(row["logprob"]) == len(row["ratio"])
 
 
+def test_two_threads_give_the_same_bits_each_time(tmp_path):
+    """A real step's size: with small ones the threads have nothing to race for."""
+    flags = ["--steps", "4", "--eval-questions", "4", "--eval-every", "0", "--threads", "2"]
+    norms = []
+    for name in "ab":
+        p = search_r1(tmp_path, *flags, "--name", name)
+        output = p.communicate(timeout=200)[0]
+        assert p.returncode == 0, output
+        rows = map(json.loads, (tmp_path / f"runs/search_r1/{name}/metrics.jsonl").read_text().splitlines())
+        norms.append([r["grad_norm"] for r in rows if r["kind"] == "train"])
+    assert norms[0] == norms[1] and len(norms[0]) == 4
+    assert same_weights(tmp_path / "runs/search_r1/a", tmp_path / "runs/search_r1/b")
+
+
 def test_kill_9_at_a_random_point_then_resume_gives_the_same_bits(whole, tmp_path):
     folder = tmp_path / "runs/search_r1/tiny-seed0"
     p = search_r1(tmp_path, *SMALL)
