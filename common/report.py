@@ -211,7 +211,7 @@ def _read_curves(path: Path, notices: list[str], thin: bool = True) -> dict[str,
 
 def _show(value: object) -> str:
     number = _number(value)
-    return "?" if number is None else f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+    return "none" if number is None else f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def _interval(bounds: object) -> str:

@@ -15,25 +15,17 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from common.engine import HFEngine
-from common.policy import load_model, lr_at, make_optimizer
+from common.policy import load_model
 from common.rollout import Budget, Call, End, Tool, ToolPool, make_prompts, rollout
-from common.tiny.traces import trace
+from common.tiny.build import Phase, train
 from common.tiny.world import questions
-from common.update import supervised_step
 from methods import search_r1
 
 
-def tool_user(protocol: str, steps: int = 40):
-    """(model, tokenizer): the tiny model after supervised steps on right traces of a protocol."""
+def tool_user(protocol: str):
+    """(model, tokenizer): the tiny model after 40 supervised steps on right traces of a protocol."""
     model, tokenizer = load_model("tiny")
-    optimizer = make_optimizer(model.parameters(), 4e-4)
-    for step in range(steps):
-        rows = []
-        for i in range(16):
-            pieces = [(author == "model", tokenizer.encode(text, add_special_tokens=False))
-                      for author, text in trace(9, step * 16 + i, protocol, sloppy=0)[1]]
-            rows.append(([t for _, ids in pieces for t in ids], [int(mine) for mine, ids in pieces for _ in ids]))
-        supervised_step(model, optimizer, rows, lr=lr_at(step, steps, 4e-4, schedule="cosine"), micro_tokens=8192, max_grad_norm=1.0)
+    train(model, tokenizer, Phase(name="tool user", steps=40, lr=4e-4, seed=9, mixture={protocol: 1}), log=lambda line: None)
     return model, tokenizer
 
 
@@ -138,8 +130,8 @@ def main() -> None:
         same = sum(t.ids == r for t, r in zip(trajectories, rows)) / n
         our_tokens = sum(sum(t.mask) for t in trajectories)
         calls = sum(len(t.calls) for t in trajectories) / n
-        print(f"{name}: {their_s / our_s:.2f} x  (engine {our_s:.2f} s, generate {their_s:.2f} s; {our_tokens} and {sampled} sampled tokens, {calls:.2f} calls, "
-              f"{same:.0%} of the trajectories identical)", flush=True)
+        print(f"{name}: {their_s / our_s:.2f} x  (engine {our_s:.2f} s, generate {their_s:.2f} s; {our_tokens} and {sampled} sampled tokens, "
+              f"{calls:.2f} calls a trajectory, {same:.0%} of the trajectories identical)", flush=True)
         pool.close()
 
     words = tokenizer.encode(search_r1.render(questions("eval", 1)[0], tokenizer), add_special_tokens=False)[:64]
@@ -159,7 +151,8 @@ def main() -> None:
         theirs = lambda: model.generate(input_ids=torch.tensor(batch), attention_mask=torch.ones(64, len(words), dtype=torch.long), max_new_tokens=64,
                                         min_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id).shape[0] * 64
         our_s, our_tokens, their_s, their_tokens = seconds(ours, theirs, 2 * args.repeats)
-        print(f"single turn, {name}, 64 + 64 tokens each: {their_s / our_s:.2f} x  (engine {our_tokens / our_s:.0f} tokens/s, generate {their_tokens / their_s:.0f} tokens/s)", flush=True)
+        print(f"single turn, {name}, 64 + 64 tokens each: {their_s / our_s:.2f} x  (engine {our_tokens / our_s:.0f} tokens/s, generate "
+              f"{their_tokens / their_s:.0f} tokens/s)", flush=True)
     engine.eos_ids = ends
 
 

@@ -98,28 +98,30 @@ def copying_batch(rng: torch.Generator, vocabulary: int, rows: int, length: int)
     return ids, mask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """A part of pre-training; each starts from the float16 weights the one before has saved, with a fresh optimiser."""
     name: str
     steps: int
     lr: float  # peak, after 50 steps of warm-up
-    decay: bool  # a cosine down to 5 % of the peak at the last step; else constant
     seed: int
-    rows: int
-    reading: float  # share of plain reading among the traces
-    sloppy: float  # share of the other traces whose author is sloppy
-    results: float  # loss weight of a token of a tool's result: most cannot be foreseen, so they drown what is to be learned
+    rows: int = 16
+    decay: bool = True  # a cosine down to 5 % of the peak at the last step; else constant
+    reading: float = 0  # share of plain reading among the traces
+    sloppy: float = 0  # share of the other traces whose author is sloppy
+    results: float = 0  # loss weight of a token of a tool's result: most cannot be foreseen, so they drown what is to be learned
     mixture: dict[str, int] = field(default_factory=lambda: MIXTURE)  # weights of the protocols
 
 
 PHASES = (
-    Phase("copying", 340, 2e-3, False, 0, 48, 0, 0, 0),
-    Phase("ability", 1200, 1.8e-3, True, 1, 16, 0.5, 0, 0.1),
-    Phase("reading", 600, 1.5e-3, True, 2, 16, 0.7, 0, 0),
-    Phase("protocols", 500, 1.3e-3, True, 4, 16, 0.3, 0, 0),
-    Phase("web", 220, 1e-3, True, 5, 16, 0.2, 0, 0, {**MIXTURE, "deep_researcher": 100}),  # names and addresses inside JSON come last
-    Phase("habits", 400, 8e-4, True, 3, 16, 0.2, 0.9, 0.1, {**MIXTURE, "deep_researcher": 16}))
+    Phase(name="copying", steps=340, lr=2e-3, seed=0, rows=48, decay=False),
+    Phase(name="ability", steps=1200, lr=1.8e-3, seed=1, reading=0.5, results=0.1),
+    Phase(name="reading", steps=600, lr=1.5e-3, seed=2, reading=0.7),
+    Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, reading=0.3),
+    # names and addresses inside JSON come last
+    Phase(name="web", steps=220, lr=1e-3, seed=5, reading=0.2, mixture={**MIXTURE, "deep_researcher": 100}),
+    Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.2, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
+)
 LONGEST = 900  # tokens; longer traces are left out
 
 
@@ -141,7 +143,7 @@ def batches(phase: Phase, step: int, tokenizer) -> list[tuple[torch.Tensor, torc
     rows = sorted((r for r in rows if len(r[0]) <= LONGEST), key=lambda r: len(r[0]))
     out = []
     for part in (rows[i:i + 4] for i in range(0, len(rows), 4)):
-        pad = lambda rows: torch.tensor([row + [0] * (len(part[-1][0]) - len(row)) for row in rows])
+        pad = lambda values: torch.tensor([v + [0] * (len(part[-1][0]) - len(v)) for v in values])
         out.append((pad([r[0] for r in part]), pad([r[1] for r in part])))
     return out
 

@@ -15,7 +15,7 @@ from common.tiny.world import (CITY, JOB, RIVER, Problem, Question, Request, Wor
 # share of traces per protocol; longer or harder protocols get more
 MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_researcher": 10, "swirl": 8, "swirl_math": 6,
            "torl": 9, "retool": 9, "toolrl": 12, "tool_n1": 10}
-# what the sloppy author does, and how often (per family); an easy sum done in the head goes wrong one time in five even where he is right
+# what the sloppy author does, and how often (per family); whoever does an easy sum in the head, even the right one, errs one time in five
 POLICY = {
     "search": {"guess": 55, "no_tags": 6, "broken_call": 4, "wrong_query": 8, "stop_early": 6, "misread": 5, "right": 16},
     "math": {"guess": 52, "no_tags": 6, "broken_call": 8, "wrong_query": 10, "misread": 5, "right": 19},
