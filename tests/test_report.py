@@ -212,7 +212,7 @@ def test_values_that_are_not_finite_become_null(run_dir):
     assert train["values"]["reward"][-1] is None and train["wall_s"][-1] is None and "kl" not in train["values"]
     assert (row["logprob"], row["ratio"], row["advantage"], row["reward"]) == ([None, None, -1], [None] * 3, None, {"total": None})
     assert data["config"]["fields"]["lr"]["value"] == [None, {"a": None}]
-    assert "went from 0.125 to ?, in 3 steps" in tags.text
+    assert "went from 0.125 to none, in 3 steps" in tags.text
     assert [bar["end"] for bar in data["plots"][0]["plots"][0]["intervals"]] == [0]
 
 
