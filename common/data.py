@@ -350,6 +350,15 @@ def split_examples(examples: Sequence[Example], n_eval: int, seed: int) -> tuple
     return parts
 
 
+def training_and_held_out(data: str, eval_data: str, n_eval: int) -> tuple[list[Example], list[Example]]:
+    """(training questions, held-out questions) of a run: `n_eval` from another source if one is given, else split off."""
+    if not data:
+        raise UserError("this preset needs --data (questions: a .jsonl, .json or .parquet file, or a hub data set id)")
+    if eval_data:
+        return load_examples(data), load_examples(eval_data, split="test", limit=n_eval)
+    return split_examples(load_examples(data), n_eval, seed=0)
+
+
 def shared_questions(a: Sequence[Example], b: Sequence[Example]) -> list[str]:
     """Questions of `a` that are also in `b`, up to case, spacing and end marks: for training and test sets from separate files."""
     known = {_question_key(example.question) for example in b}

@@ -154,7 +154,7 @@ class ToolPool:
         texts = [str(r) or type(r).__name__ if isinstance(r, ToolFailure) else r or "" for r in results]
         for call, result, text in zip(job.calls, results, texts):
             call.outcome = result.outcome if isinstance(result, ToolFailure) else "ok" if text else "empty"
-            call.wait_s, call.run_s = job.started - job.queued, ended - job.started
+            call.wait_s, call.run_s = job.started - job.queued, (ended - job.started) / len(job.calls)  # its share of a batch
         if self.infrastructure_failures > max(3, 0.01 * self.calls):
             raise InfrastructureFailure(f"{self.infrastructure_failures} of {self.calls} tool calls failed for reasons outside the model "
                                         f"(last: {job.error or 'mended by trying again'}); more than 1 % is not training data")

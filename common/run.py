@@ -71,7 +71,7 @@ METRICS = {
     "cached_share": "share of prompt and observation tokens that were not computed again, thanks to shared prompts and kept slots",
     "tokens_per_s": "sampled tokens per second of sampling",
     "sample_s": "seconds spent sampling, tools included",
-    "tools_s": "seconds tools ran, summed over calls (they overlap with sampling)",
+    "tools_s": "seconds tools ran, summed over batches of calls (they overlap with sampling)",
     "logprob_s": "seconds spent on log-probs of the old and the reference policy and on values",
     "update_s": "seconds spent on the update",
     "step_s": "seconds of the whole step",

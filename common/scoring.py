@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from common.maths import last_boxed, maths_equal, maths_equal_all, maths_grader, maths_self_test  # noqa: F401  the maths score, see there
-
 CURLY_QUOTES = "\u2018\u2019\u00b4"  # the non-ASCII marks that R1-Searcher also treats as punctuation
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CLOSED = ("yes", "no", "noanswer")

@@ -38,16 +38,17 @@ from typing import Literal
 import torch
 
 from common import UserError, losses, scoring
-from common.data import Example, load_examples, order, split_examples
+from common.data import Example, order, training_and_held_out
 from common.engine import HFEngine
 from common.maths import last_boxed, maths_equal, maths_self_test
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
-from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.rollout import Budget, Call, End, Notice, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, open_sandbox
-from common.search import Passage, neutralise, open_retriever
-from common.tiny.world import problems, questions, world
+from common.search import Passage, neutralise
+from common.tiny.world import problems, questions
+from common.tools import python_tool, search_tool
 from common.update import Experience, critic_step, joined, mini_batches, policy_step, score, values
 
 
@@ -184,22 +185,6 @@ def search_environment(turn: Turn, trajectory: Trajectory) -> Call | Notice | En
     return Notice(NOTICE)
 
 
-def search_tool(cfg: Config) -> Tool:
-    """The search engine: the question's own world for tiny data, one corpus or server otherwise."""
-    retriever = open_retriever(cfg.corpus) if cfg.data != "tiny" else None
-
-    def search(calls: list[ToolCall]) -> list[str]:
-        sources = [retriever or world(c.example.meta["world"]).index for c in calls]
-        results = [""] * len(calls)
-        for source in {id(x): x for x in sources}.values():
-            mine = [i for i, x in enumerate(sources) if x is source]
-            for i, hits in zip(mine, source.search([calls[i].argument for i in mine], cfg.topk)):
-                results[i] = render_passages([h.passage for h in hits])
-        return results
-
-    return Tool(search, batch=256, deadline_s=120)
-
-
 NO_OUTPUT = "[no output]"
 
 
@@ -237,12 +222,6 @@ def code_environment(turn: Turn, trajectory: Trajectory) -> Call | Notice | End:
         return End("answer" if turn.reason == "eos" else "length")
     program = extract_program(turn.text)
     return Notice("\n") if program is None else Call("python", program, wrap_output)
-
-
-def python_tool(sandbox, cfg: Config) -> Tool:
-    """Each program is a process of its own: no call sees what another one defined."""
-    run = lambda calls: [observe(outcome, cfg.observation_chars) for outcome in sandbox.run([c.argument for c in calls])]
-    return Tool(run, batch=256, deadline_s=600)  # the sandbox has its own, shorter ones
 
 
 # ---- Reward -----------------------------------------------------------------------------------------------------------
@@ -296,11 +275,9 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
             return problems("train", cfg.train_questions, cfg.seed), problems("eval", cfg.eval_questions)
         hops = (0, 1, 2)  # a third says in the question what is asked for
         return questions("train", cfg.train_questions, cfg.seed, hops), questions("eval", cfg.eval_questions, hops=hops)
-    if not cfg.data or (cfg.task == "search" and not cfg.corpus):
-        raise UserError(f"--preset {cfg.preset} needs --data (questions: a file or a hub id), and --corpus for --task search")
-    if cfg.eval_data:
-        return load_examples(cfg.data), load_examples(cfg.eval_data, split="test", limit=cfg.eval_questions)
-    return split_examples(load_examples(cfg.data), cfg.eval_questions, seed=0)
+    if cfg.task == "search" and not cfg.corpus:
+        raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
 
 
 def train(cfg: Config) -> None:
@@ -321,7 +298,8 @@ def train(cfg: Config) -> None:
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
     engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                       max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
-    tools, pool = {"search": search_tool(cfg)} if search else {"python": python_tool(sandbox, cfg)}, ToolPool()
+    tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)} if search else {
+        "python": python_tool(sandbox, lambda outcome: observe(outcome, cfg.observation_chars))}, ToolPool()
     environment, fewest = search_environment if search else code_environment, FewestCalls()
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template, cfg.task), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)

@@ -38,15 +38,16 @@ from typing import Literal
 import torch
 
 from common import UserError, losses
-from common.data import Example, load_examples, order, read_messages, split_examples
+from common.data import Example, order, read_messages, training_and_held_out
 from common.engine import HFEngine
 from common.maths import last_boxed, maths_equal, maths_self_test
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
-from common.rollout import Budget, Call, End, Tool, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.rollout import Budget, Call, End, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
-from common.sandbox import Limits, Outcome, Sandbox, open_sandbox
+from common.sandbox import Limits, Outcome, open_sandbox
 from common.tiny.world import problems
+from common.tools import python_tool
 from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
 
 
@@ -177,12 +178,6 @@ def environment(turn: Turn, trajectory: Trajectory) -> Call | End:
     return Call("python", extract_program(turn.text), wrap_output)
 
 
-def python_tool(sandbox: Sandbox, cfg: Config) -> Tool:
-    """Each program is a process of its own: no call sees what another one defined."""
-    run = lambda calls: [observe(outcome, cfg.observation_chars) for outcome in sandbox.run([c.argument for c in calls])]
-    return Tool(run, batch=256, deadline_s=600)  # the sandbox has its own, shorter ones
-
-
 # ---- Reward -----------------------------------------------------------------------------------------------------------
 def strict_box(text: str) -> str | None:
     """The content of a box that begins within the last 100 characters (code math_dapo.py)."""
@@ -247,11 +242,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training problems, held-out problems)."""
     if cfg.data == "tiny":
         return problems("train", 4096, cfg.seed), problems("eval", cfg.eval_questions)
-    if not cfg.data:
-        raise UserError(f"--preset {cfg.preset} needs --data (problems: a file or a hub id)")
-    if cfg.eval_data:
-        return load_examples(cfg.data), load_examples(cfg.eval_data, split="test", limit=cfg.eval_questions)
-    return split_examples(load_examples(cfg.data), cfg.eval_questions, seed=0)
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
 
 
 def train(cfg: Config) -> None:
@@ -270,7 +261,7 @@ def train(cfg: Config) -> None:
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, 0 if cfg.text_only else cfg.max_turns)
     engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                       max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
-    tools, pool = {"python": python_tool(sandbox, cfg)}, ToolPool()
+    tools, pool = {"python": python_tool(sandbox, lambda outcome: observe(outcome, cfg.observation_chars))}, ToolPool()
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
 

@@ -40,14 +40,15 @@ from typing import Literal
 import torch
 
 from common import UserError, losses, scoring
-from common.data import Example, load_examples, order, split_examples
+from common.data import Example, order, training_and_held_out
 from common.engine import HFEngine
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
-from common.search import Passage, neutralise, open_retriever
-from common.tiny.world import questions, world
+from common.search import Passage, neutralise
+from common.tiny.world import questions
+from common.tools import search_tool
 from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
 
 
@@ -182,22 +183,6 @@ def environment(turn: Turn, trajectory: Trajectory) -> Call | Notice | End:
     return Notice(NOTICE)
 
 
-def search_tool(cfg: Config) -> Tool:
-    """The search engine: the question's own world for tiny data, one corpus or server otherwise."""
-    retriever = open_retriever(cfg.corpus) if cfg.data != "tiny" else None
-
-    def search(calls: list[ToolCall]) -> list[str]:
-        sources = [retriever or world(c.example.meta["world"]).index for c in calls]
-        results = [""] * len(calls)
-        for source in {id(x): x for x in sources}.values():
-            mine = [i for i, x in enumerate(sources) if x is source]
-            for i, hits in zip(mine, source.search([calls[i].argument for i in mine], cfg.topk)):
-                results[i] = render_passages([h.passage for h in hits])
-        return results
-
-    return Tool(search, batch=256, deadline_s=120)
-
-
 # ---- Reward -----------------------------------------------------------------------------------------------------------
 BLOCKS = "think|search|information|answer"
 INSIDE = rf"(?:(?!</?(?:{BLOCKS})>).)*"  # text without any of the tags
@@ -252,11 +237,9 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         return questions("train", 4096, cfg.seed), questions("eval", cfg.eval_questions)
-    if not cfg.data or not cfg.corpus:
-        raise UserError(f"--preset {cfg.preset} needs --data (questions: a file or a hub id) and --corpus (a corpus.jsonl or a retriever's URL)")
-    if cfg.eval_data:
-        return load_examples(cfg.data), load_examples(cfg.eval_data, split="test", limit=cfg.eval_questions)
-    return split_examples(load_examples(cfg.data), cfg.eval_questions, seed=0)
+    if not cfg.corpus:
+        raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
 
 
 def train(cfg: Config) -> None:
@@ -275,7 +258,7 @@ def train(cfg: Config) -> None:
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
     engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                       max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
-    tools, pool = {"search": search_tool(cfg)}, ToolPool()
+    tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)}, ToolPool()
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
 

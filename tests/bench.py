@@ -19,6 +19,7 @@ from common.policy import load_model
 from common.rollout import Budget, Call, End, Tool, ToolPool, make_prompts, rollout
 from common.tiny.build import Phase, train
 from common.tiny.world import questions
+from common.tools import search_tool
 from methods import search_r1
 
 
@@ -108,7 +109,7 @@ def main() -> None:
     model, tokenizer = tool_user("search_r1") if args.model == "tiny" else load_model(args.model)
     cfg = search_r1.Config()
     budget = Budget(cfg.prompt_tokens if args.model == "tiny" else 400, cfg.turn_tokens, 400, 1200, cfg.max_turns)
-    tool = search_r1.search_tool(cfg)
+    tool = search_tool("", cfg.topk, search_r1.render_passages)
     prompts, _ = make_prompts(questions("eval", args.prompts), lambda e: search_r1.render(e, tokenizer), tokenizer, budget)
     n = len(prompts) * args.samples
     engine = HFEngine(model, tokenizer, max_slots=n, max_length=1600)

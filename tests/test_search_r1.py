@@ -1,4 +1,3 @@
-import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,10 +6,10 @@ import pytest
 from common.data import Example
 from common.policy import load_model
 from common.rollout import Call, End, Notice, Segment, Trajectory, Turn
-from common.run import describe
 from common.search import Passage
 from common.tiny import protocols
 from common.tiny.world import questions
+from common.tools import search_tool
 from methods import search_r1 as m
 from tests.check_vectors import run_folder
 
@@ -105,16 +104,8 @@ def test_a_question_mark_is_added_where_it_is_missing():
     assert "Question: Who is it?\n" in m.render(Example("e", "Who is it?", ("x",)), tokenizer)
 
 
-def test_every_setting_has_a_source_and_presets_name_real_settings():
-    described = describe(m.Config)
-    assert set(described) == {f.name for f in dataclasses.fields(m.Config)}
-    assert all(d["source"] == "ours" or d["source"].startswith(("paper ", "code ")) for d in described.values())
-    assert all(set(preset) <= set(described) for preset in m.PRESETS.values()) and set(m.PRESETS) == {"tiny", "smollm2", "paper"}
-
-
 def test_demonstrations_follow_the_protocol_and_their_results_are_not_learned():
-    cfg = replace(CFG, topk=3)
-    search = m.search_tool(cfg)
+    search = search_tool("", 3, m.render_passages)
     found = [s for q in questions("train", 20, hops=(1,)) if (s := m.demonstration(q, search))]
     assert len(found) > 10
     for segments in found:

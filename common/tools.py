@@ -1,0 +1,29 @@
+"""The two tools that several methods share: a search engine and a Python interpreter. What a result looks like to the model is each method's own."""
+from collections.abc import Callable
+
+from common.rollout import Tool, ToolCall, ToolFailure
+from common.sandbox import Outcome
+from common.search import Passage, open_retriever
+from common.tiny.world import world
+
+
+def search_tool(corpus: str, topk: int, render: Callable[[list[Passage]], str]) -> Tool:
+    """The best `topk` passages of a corpus file or a retrieval server, rendered; with "", of the tiny world that the question is about."""
+    retriever = open_retriever(corpus) if corpus else None
+
+    def search(calls: list[ToolCall]) -> list[str]:
+        sources = [retriever or world(c.example.meta["world"]).index for c in calls]
+        results = [""] * len(calls)
+        for source in {id(x): x for x in sources}.values():
+            mine = [i for i, x in enumerate(sources) if x is source]
+            for i, hits in zip(mine, source.search([calls[i].argument for i in mine], topk)):
+                results[i] = render([h.passage for h in hits])
+        return results
+
+    return Tool(search, batch=256, deadline_s=120)
+
+
+def python_tool(sandbox, show: Callable[[Outcome], str | ToolFailure]) -> Tool:
+    """Programs run in a sandbox of common/sandbox.py, each a process of its own: no call sees what another one defined."""
+    return Tool(lambda calls: [show(outcome) for outcome in sandbox.run([c.argument for c in calls])],
+                batch=256, deadline_s=600)  # the sandbox has its own, shorter ones
