@@ -16,7 +16,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from common.engine import HFEngine
 from common.policy import load_model
-from common.rollout import Budget, Call, End, Tool, ToolPool, make_prompts, rollout
+from common.rollout import Budget, Call, End, Tool, ToolCall, ToolPool, Turn, make_prompts, rollout
 from common.tiny.build import Phase, train
 from common.tiny.world import questions
 from common.tools import search_tool
@@ -70,14 +70,14 @@ def synchronous(model, tokenizer, prompts, budget: Budget, act, search, stops, s
                     break
             sampled += len(keep)
             row["ids"] += keep
-            action = act(search_r1.Turn(text, reason, row["turn"], row["turn"] >= budget.turns), None)
+            action = act(Turn(text, reason, row["turn"], row["turn"] >= budget.turns), None)
             row["turn"] += 1
             if not isinstance(action, End) and row["turn"] <= budget.turns:
                 waiting.append((row, action))
         calls = [(row, a) for row, a in waiting if isinstance(a, Call)]
         if calls:
             time.sleep(max(slow_s(a.argument) for _, a in calls))  # tools run side by side; the turn waits for the slowest
-            results = iter(search([search_r1.ToolCall("search", a.argument, row["example"]) for row, a in calls]))
+            results = iter(search([ToolCall("search", a.argument, row["example"]) for row, a in calls]))
         for row, action in waiting:
             text = action.wrap(next(results)) if isinstance(action, Call) else action.text
             row["ids"] += tokenizer.encode(text, add_special_tokens=False)
