@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,11 +75,12 @@ def speed(sandbox, calls: int, cold_calls: int) -> None:
 
 
 def soak(sandbox, calls: int) -> bool:
-    """`calls` programs, 1 % of them hostile. True if no process, descriptor or memory is left."""
+    """`calls` programs, 1 % of them hostile. True if no process, descriptor, file or memory is left."""
     def state():
         time.sleep(0.5)  # the next programs' processes are made ahead
         below = descendants()
-        return len(below), len(os.listdir("/proc/self/fd")), memory_mb([os.getpid(), *below])
+        files = sum(name.startswith("sandbox-") for name in os.listdir(tempfile.gettempdir()))
+        return len(below), len(os.listdir("/proc/self/fd")), files, memory_mb([os.getpid(), *below])
 
     sandbox.run([TRIVIAL] * min(200, calls) + list(HOSTILE))  # whatever grows once has grown
     before, started, kinds = state(), time.monotonic(), {}
@@ -89,9 +91,9 @@ def soak(sandbox, calls: int) -> bool:
             kinds[outcome.kind] = kinds.get(outcome.kind, 0) + 1
     after = state()
     print(f"{calls:,} calls, 1 % hostile, in {time.monotonic() - started:.1f} s: {kinds}")
-    for name, a, b in zip(("processes", "descriptors", "memory, MB"), before, after):
+    for name, a, b in zip(("processes", "descriptors", "files", "memory, MB"), before, after):
         print(f"    {name:12} {a:8.1f} before {b:8.1f} after")
-    return before[:2] == after[:2] and after[2] < before[2] + 10
+    return before[:3] == after[:3] and after[3] < before[3] + 10
 
 
 def main() -> int:
