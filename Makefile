@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc eval report retriever sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl
+.PHONY: help setup test search_r1 torl retool otc eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,6 +42,12 @@ report: setup  ## rebuild the page of a run: make report RUN=runs/search_r1/tiny
 
 retriever: setup  ## serve a corpus over Search-R1's protocol: make retriever CORPUS=corpus.jsonl [ARGS="--port 8000"]
 	$(V) -m common.search --corpus $(CORPUS) $(ARGS)
+
+setup_bfcl: setup  ## BFCL's data and checker into .bfcl (2 MB to download, 14 MB on disk), then its gold answers through our path
+	@rm -rf .bfcl.part
+	$(V) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target .bfcl.part bfcl-eval==2026.3.23
+	@rm -rf .bfcl && mv .bfcl.part .bfcl
+	$(V) -m common.bfcl --golden
 
 sandbox_check: setup  ## what the sandbox protects here, line by line: make sandbox_check [ARGS="unsafe" or ARGS="http://host:port"]
 	$(V) -m common.sandbox --check $(ARGS)
