@@ -25,12 +25,14 @@ Changed, and why:
 What to watch: `calls` falls while `em` or `accuracy` stays; `productivity`, right answers per call, rises.
 
     make otc                                                  # search, tiny model and world, a few minutes on two cores
-    make otc ARGS="--tool-reward off"                         # the same without OTC: the paper's baseline
+    make otc ARGS="--over-caller 160"                         # from a start that is able and calls too much
+    make otc ARGS="--over-caller 160 --tool-reward off"       # the same without OTC: the paper's baseline
     make otc ARGS="--task code --max-turns 3"
     make otc ARGS="--tool-reward add"                         # the paper's additive variant
     make otc ARGS="--algorithm ppo"
 """
 import math
+import random
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -47,9 +49,9 @@ from common.rollout import Budget, Call, End, Notice, ToolFailure, ToolPool, Tra
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, open_sandbox
 from common.search import Passage, neutralise
-from common.tiny.world import problems, questions
+from common.tiny.world import problem, problems, questions, world
 from common.tools import python_tool, search_tool
-from common.update import Experience, critic_step, joined, mini_batches, policy_step, score, values
+from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -114,6 +116,9 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    # another start (not part of the paper)
+    over_caller: int = setting(0, "tiny data: supervised steps before RL on right traces with needless calls; 0: none", "ours", "steps")
+    over_caller_lr: float = setting(1e-3, "peak learning rate of these steps, then a cosine", "ours")
 
 
 PRESETS = {
@@ -317,6 +322,9 @@ def train(cfg: Config) -> None:
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
+        if cfg.over_caller:
+            learn_to_over_call(cfg, model, tokenizer, template, run)
+            run.log_eval(0, *answer_eval(), tokenizer)
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -384,6 +392,41 @@ def train(cfg: Config) -> None:
     print(run.closing_line(write_report(run.folder)))
     if sandbox:
         sandbox.close()
+
+
+# ---- A start that calls too much (ours) -------------------------------------------------------------------------------
+def wasteful_trace(cfg: Config, number: int, end: str) -> tuple[Example, list[tuple[str, str]]]:
+    """A question of worlds that no run uses, and segments by author that answer it rightly but dearly: two times in three a call is
+    made twice, and two times in three what needs no call is looked up or computed."""
+    rng = random.Random(f"wasteful {cfg.seed} {number}")
+    if cfg.task == "code":
+        p = problem(-1 - cfg.seed, number)
+        program = f"I compute it.\n```python\nprint({p.expression})\n```\n```output"
+        calls = [(program, p.answer)] * rng.choice((0, 1, 1) if p.easy else (1, 2, 2))
+        example, answer = Example(p.id, p.text, (p.answer,)), f"Now I can answer. The answer is \\boxed{{{p.answer}}}.{end}"
+    else:
+        w = world(-1 - 1000 * cfg.seed - number // 64)
+        entity = rng.choice(list(w.facts))
+        q = w.question(number, number % 3, about=entity)
+        names = [x for x, _ in q.hops] or [entity] * rng.choice((0, 1, 1))
+        twice = [x for name in names for x in [name] * rng.choice((1, 2, 2))]
+        calls = [(f"<think> I should look up {x}. </think>\n<search> {x} </search>",
+                  render_passages([h.passage for h in w.index.search([x], cfg.topk)[0]])) for x in (twice if len(twice) <= cfg.max_turns else names)]
+        example, answer = Example(q.id, q.text, (q.answer,)), f"<think> Now I can answer. </think>\n<answer> {q.answer} </answer>"
+    return example, [s for said, result in calls for s in (("model", said), ("tool", result))] + [("model", answer)]
+
+
+def learn_to_over_call(cfg: Config, model, tokenizer, template: str, run: Run) -> None:
+    """Supervised steps on wasteful traces: the habit that the paper finds in models trained without a price on calls."""
+    if cfg.data != "tiny":
+        raise UserError("--over-caller is made of the tiny world's traces: it needs --data tiny")
+    optimizer, wrap = make_optimizer(model.parameters(), cfg.over_caller_lr), wrap_passages if cfg.task == "search" else wrap_output
+    for step in range(cfg.over_caller):
+        traces = [wasteful_trace(cfg, 16 * step + i, tokenizer.eos_token) for i in range(16)]
+        rows = [demonstration_row(render(e, tokenizer, template, cfg.task), segments, tokenizer, wrap, cfg.observation_tokens) for e, segments in traces]
+        loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.over_caller, cfg.over_caller_lr, 10, schedule="cosine"), micro_tokens=cfg.micro_tokens,
+                               max_grad_norm=cfg.max_grad_norm)
+        run.log("warmup", 0, {"loss": loss})
 
 
 if __name__ == "__main__":
