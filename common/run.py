@@ -38,7 +38,11 @@ METRICS = {
     "em": "share of answers that equal a gold answer after normalisation (exact match)",
     "em_*hop": "exact match on questions that need this many look-ups",
     "f1": "word F1 between answer and gold answer",
+    "f1_*hop": "word F1 on questions that need this many look-ups",
+    "f1_if_answered": "word F1 among the trajectories that gave an answer in its tags",
     "valid": "share of trajectories whose blocks stand in the order the protocol asks for",
+    "finished": "share of trajectories that the model ended itself, within its budgets",
+    "floor": "share of trajectories in good form with a wrong answer: they get the floor",
     "retrieved": "share of trajectories in which a search result held a gold answer",
     "answered": "share of trajectories with an answer between its tags",
     "em_if_answered": "exact match among the trajectories that gave an answer in its tags",
@@ -343,7 +347,7 @@ class Run:
                 f"open {report}")
 
 
-HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
+HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
