@@ -60,6 +60,7 @@ METRICS = {
     "stop_*": "share of trajectories that ended for this reason",
     "skipped_prompts": "prompts left out because they are longer than the prompt budget",
     "zero_variance_groups": "share of groups whose samples all got the same reward: they teach nothing",
+    "floor_groups": "share of groups whose samples all got the floor: these are among the zero-variance groups",
     "entropy": "mean entropy of the policy at its sampled tokens, in nats",
     "kl": "mean estimated KL divergence from the reference model, per token",
     "clip_fraction": "share of trained tokens whose gradient the clip removed",

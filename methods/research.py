@@ -25,8 +25,8 @@ Changed, and why:
   - the loss has one denominator per update: the original takes token means of micro-batches, weighted by their sequences.
   - validation questions are split off from the training questions; the original draws 100 of the development set.
 
-What to watch: `f1` and `calls` rise together; `reward_floor` says how many samples live on the floor, and `zero_variance_groups` how many
-groups teach nothing: with `--floor 0` both move.
+What to watch: `f1` and `calls` rise together; `reward_floor` says how many samples live on the floor, `floor_groups` how many of the
+`zero_variance_groups`, which teach nothing, it makes.
 
     make research                                             # tiny model and world, a few minutes on two cores
     make research ARGS="--floor 0"                            # nothing for good form alone
@@ -309,7 +309,9 @@ def train(cfg: Config) -> None:
         clock.lap("update_s")
 
         # 5. log, evaluate, save
-        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group, {**joined(done), "skipped_prompts": skipped})
+        floor_PG = torch.tensor([p["floor"] for p in parts]).view(-1, group)
+        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group,
+                      {**joined(done), "skipped_prompts": skipped, "floor_groups": float((floor_PG == 1).all(1).float().mean())})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
