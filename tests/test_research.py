@@ -1,4 +1,5 @@
 """ReSearch: prompts, environment and rewards; each bug of the original that is not repeated has a test."""
+import json
 from dataclasses import replace
 
 import pytest
@@ -169,3 +170,18 @@ def test_demonstrations_follow_the_protocol_and_end():
         assert total(trajectory(*said, gold=q.answers)) == 1.0
     ids, mask = demonstration_row("Q", found[0][1], tokenizer, m.wrap_passages, 160)
     assert ids[-1] == tokenizer.eos_token_id and mask[-1] == 1 and "<result>" not in tokenizer.decode([i for i, k in zip(ids, mask) if k])
+
+
+def test_a_reference_model_is_loaded_only_for_a_kl(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(m, "set_up_torch", lambda *settings: None)  # both would outlive this test
+    monkeypatch.setattr("signal.signal", lambda *handler: None)
+    loaded = []
+    monkeypatch.setattr(m, "load_model", lambda *what: loaded.append(what) or load_model(*what))
+    for kl, models in ((0.0, 1), (0.01, 2)):
+        loaded.clear()
+        m.train(replace(CFG, steps=2, prompts=2, samples=4, eval_questions=2, kl=kl, name=f"kl{kl}"))
+        rows = [json.loads(line) for line in (tmp_path / "runs" / "research" / f"kl{kl}" / "metrics.jsonl").read_text().splitlines()]
+        assert len(loaded) == models and [r["kind"] for r in rows] == ["eval", "train", "train", "eval"]
+        assert ("kl" in rows[1], "kl" in rows[2]) == (bool(kl), bool(kl))
+        assert not kl or abs(rows[1]["kl"]) < 1e-6 < rows[2]["kl"]  # the policy starts at the reference, and moves away
