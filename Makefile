@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl
+.PHONY: help setup test search_r1 torl retool otc eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -24,6 +24,9 @@ test: setup  ## run the tests (ARGS goes to pytest)
 
 search_r1: setup  ## Search-R1 (ARGS="--help" shows every flag)
 	$(V) -m methods.search_r1 $(ARGS)
+
+research: setup  ## ReSearch (ARGS="--help" shows every flag)
+	$(V) -m methods.research $(ARGS)
 
 torl: setup  ## ToRL (ARGS="--help" shows every flag)
 	$(V) -m methods.torl $(ARGS)

@@ -2,12 +2,14 @@
 
 Understood, in JSON Lines, JSON, Parquet or a data set on the hub (first column present wins):
     question   `question`, `problem`, `input`, or the last user message of `prompt`
-    answers    `golden_answers`, `reward_model.ground_truth` (or its `.target`), `answers`, `answer`, `output`; a string or a list
+    answers    `golden_answers`, `reward_model.ground_truth` (or its `.target`), `answers`, `answer` (and its `answer_aliases`), `output`;
+               a string or a list
     identity   `id`, `idx`, `extra_info.index`, `extra_info.id`; `data_source`
-    meta       `hops`, `level`, `type`, `world` and the plain values of `metadata`
-which covers Search-R1, ReSearch, R1-Searcher, DeepResearcher, ToolRL, ToRL (whose `reward_model` spells `style` as `stype`; neither is
-read), GSM8K (the number behind `####`, without thousands separators; the solution goes to `meta`), AIME as `{input, output}` and the usual
-maths sets. Text is kept as it is: what a method does to a question (Search-R1 appends a missing "?") stands in the method.
+    meta       `hops` (or what MuSiQue's ids begin with), `level`, `type`, `world` and the plain values of `metadata`
+which covers Search-R1, ReSearch, FlashRAG and MuSiQue itself, R1-Searcher, DeepResearcher, ToolRL, ToRL (whose `reward_model` spells `style`
+as `stype`; neither is read), GSM8K (the number behind `####`, without thousands separators; the solution goes to `meta`), AIME as
+`{input, output}` and the usual maths sets. Text is kept as it is: what a method does to a question (Search-R1 appends a missing "?") stands
+in the method.
 """
 
 import difflib
@@ -114,6 +116,8 @@ def _example(row, taken: set[str], place: str, name: str) -> Example:
     key = next((k for k in (row.get("id"), row.get("idx"), extra.get("index"), extra.get("id")) if k is not None), None)
     if key is not None and (isinstance(key, bool) or not isinstance(key, (str, int))):
         raise _BadRow(f"the id is {_kind(key)}, expected text or an integer")
+    if "hops" not in meta and (hops := re.match(r"(\d)hop\d?__", str(key))):  # 2hop__482757_12019, 3hop1__...: MuSiQue
+        meta["hops"] = int(hops[1])
     # Search-R1 groups samples by the bare index, which its merged NQ + HotpotQA file has twice: two questions then share a baseline.
     # The source makes it unique; what still collides gets its row number.
     number = place.split()[-1]
@@ -165,6 +169,8 @@ def _answers(row: dict) -> tuple[tuple[str, ...], dict]:
     elif key == "answer" and isinstance(value, str) and re.search(r"<<[^<>\n]*=[^<>\n]*>>", value):  # its calculator marks
         raise _BadRow(f"{key} is a worked solution without its last line, #### and the number")
     values = value if isinstance(value, list) else [value]
+    if key == "answer" and isinstance(row.get("answer_aliases"), list):  # MuSiQue's other ways to say it
+        values = values + row["answer_aliases"]
     if not values:
         raise _BadRow(f"{key} is an empty list")
     texts = [_text(str(v) if isinstance(v, int) and not isinstance(v, bool) else v, key) for v in values]

@@ -38,7 +38,11 @@ METRICS = {
     "em": "share of answers that equal a gold answer after normalisation (exact match)",
     "em_*hop": "exact match on questions that need this many look-ups",
     "f1": "word F1 between answer and gold answer",
+    "f1_*hop": "word F1 on questions that need this many look-ups",
+    "f1_if_answered": "word F1 among the trajectories that gave an answer in its tags",
     "valid": "share of trajectories whose blocks stand in the order the protocol asks for",
+    "finished": "share of trajectories that the model ended itself, within its budgets",
+    "floor": "share of trajectories in good form with a wrong answer: they get the floor",
     "retrieved": "share of trajectories in which a search result held a gold answer",
     "answered": "share of trajectories with an answer between its tags",
     "em_if_answered": "exact match among the trajectories that gave an answer in its tags",
@@ -56,6 +60,7 @@ METRICS = {
     "stop_*": "share of trajectories that ended for this reason",
     "skipped_prompts": "prompts left out because they are longer than the prompt budget",
     "zero_variance_groups": "share of groups whose samples all got the same reward: they teach nothing",
+    "floor_groups": "share of groups whose samples all got the floor: these are among the zero-variance groups",
     "entropy": "mean entropy of the policy at its sampled tokens, in nats",
     "kl": "mean estimated KL divergence from the reference model, per token",
     "clip_fraction": "share of trained tokens whose gradient the clip removed",
@@ -343,7 +348,7 @@ class Run:
                 f"open {report}")
 
 
-HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
+HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 

@@ -44,12 +44,13 @@ from common.data import Example, order, training_and_held_out
 from common.engine import HFEngine
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
-from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.rollout import Budget, Call, End, Notice, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.search import Passage, neutralise
 from common.tiny.world import questions
 from common.tools import search_tool
-from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
+from common.update import Experience, critic_step, joined, mini_batches, policy_step, score, values
+from common.warmup import found_by_rule, warm_up
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
-            warm_up(cfg, model, tokenizer, template, train_set, tools["search"], run)
+            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, template), lambda e: demonstration(e, tools["search"]), wrap_passages, run)
             run.log_eval(0, *answer_eval(), tokenizer)
 
     for step in range(first, cfg.steps):
@@ -341,34 +342,15 @@ def train(cfg: Config) -> None:
 
 
 # ---- Supervised warm-up (ours) ----------------------------------------------------------------------------------------
-def demonstration(example: Example, tools_search: Tool) -> list[tuple[str, str]] | None:
-    """A trace built by rule: search the longest name of the question (or the question), answer with the gold answer if a passage holds
-    it. (author, text) segments, or None where the rule finds nothing."""
-    names = re.findall(r"(?:[A-Z][\w'.-]*)(?: (?:of|the|and|de|in|[A-Z0-9][\w'.-]*))*", example.question.split(" ", 1)[-1])
-    for query in sorted(names, key=len, reverse=True)[:2] + [example.question.rstrip("?")]:
-        text = tools_search.run([ToolCall("search", query, example)])[0]
-        gold = next((g for g in example.answers if scoring.normalise_answer(g) and scoring.normalise_answer(g) in scoring.normalise_answer(text)), None)
-        if gold:
-            return [("model", f"<think> I should look up {query}. </think>\n<search> {query} </search>"), ("tool", text),
-                    ("model", f"<think> The results give the answer. </think>\n<answer> {gold} </answer>")]
-    return None
-
-
-def warm_up(cfg: Config, model, tokenizer, template: str, train_set: list[Example], search: Tool, run: Run) -> None:
-    """Supervised steps on demonstrations, so that a model that never follows the protocol has something to be rewarded for."""
-    rows = []
-    for i in order(cfg.seed, 0, len(train_set), len(train_set)):
-        segments = demonstration(train_set[i], search)
-        if segments and len(rows) < cfg.warmup_traces:
-            rows.append(demonstration_row(render(train_set[i], tokenizer, template), segments, tokenizer, wrap_passages, cfg.observation_tokens))
-    if not rows:
-        raise UserError(f"--warmup: no question of {cfg.data} could be answered by rule from {cfg.corpus}; use --warmup 0")
-    optimizer = make_optimizer(model.parameters(), cfg.warmup_lr)
-    for step in range(cfg.warmup):
-        picked = [rows[i] for i in order(cfg.seed, step, len(rows), min(8, len(rows)))]
-        loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.warmup, cfg.warmup_lr, schedule="cosine"),
-                               micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
-        run.log("warmup", 0, {"loss": loss})
+def demonstration(example: Example, search: Tool) -> list[tuple[str, str]] | None:
+    """A trace built by rule: search, then answer with the gold answer that a passage holds. (author, text) segments, or None where the
+    rule finds nothing."""
+    found = found_by_rule(example, search)
+    if found is None:
+        return None
+    query, text, gold = found
+    return [("model", f"<think> I should look up {query}. </think>\n<search> {query} </search>"), ("tool", text),
+            ("model", f"<think> The results give the answer. </think>\n<answer> {gold} </answer>")]
 
 
 if __name__ == "__main__":

@@ -75,6 +75,34 @@ def search_r1(data: dict) -> Iterator[Check]:
         yield Check(f"passages-{i}", "rendered", case["rendered"], m.render_passages(passages))
 
 
+def research(data: dict) -> Iterator[Check]:
+    from methods import research as m
+    base = m.Config()
+    for case in data.get("research", {}).get("cases", []):
+        gold, end = case["ground_truth"], next((e for e in ("<|im_end|>", "<|endoftext|>") if case["response"].endswith(e)), "")
+        t = as_trajectory(case["prompt"], case["response"].removesuffix(end), r"(?<=</search>)\s*<result>.*?</result>",
+                          gold=(gold,) if isinstance(gold, str) else tuple(gold))
+        t.stop = "answer" if end else "tokens"  # the engine's text has no end token
+        score = lambda **changes: m.reward(t, t.example, replace(base, **changes))
+        other_end = "any end token of the model ends its text; the original accepts the tokenizer's only" if end and end != case["eos"] else ""
+        original = score(score_scope="response")
+        yield Check(case["id"], "expected", case["expected"], original["total"], other_end)
+        outcome = ("bad format" if not original["valid"] else "over length" if not original["finished"] else
+                   "find box error" if not original["answered"] else "wrong answer but good format" if original["floor"] else
+                   "correct answer, get f1 score")
+        yield Check(case["id"], "expected_reason_class", case["expected_reason_class"], outcome, other_end)
+        results = "".join(re.sub(r"^\s*<result>|</result>$", "", s.text) for s in t.segments if s.author == "tool")
+        ours = ("what a search found has no say in the form of the answer" if re.search("</?(think|search|result|answer)>|Assistant:", results) else
+                "a result that the model made up is no result" if "<result>" in t.model_text else other_end)
+        yield Check(case["id"], "expected, default scope", case["expected"], score()["total"], ours)
+        if ours and "paper_expected" in case and "<result>" not in t.model_text:
+            yield Check(case["id"], "the value meant", case["paper_expected"], score()["total"])
+        if "paper_expected" in case:
+            yield Check(case["id"], "paper_expected", case["paper_expected"], score(format_rule="paper")["total"])
+    for case in data.get("rollout_research_query", []):
+        yield Check(case["id"], "query", case["query"], m.parse_query(case["segment"]))
+
+
 def from_sandbox(response: dict):
     """The outcome a SandboxFusion server's answer stands for; an exception where it is no answer."""
     from common.sandbox import HttpSandbox, Limits
@@ -190,7 +218,7 @@ def otc(data: dict) -> Iterator[Check]:
         yield Check(case["id"], "productivity", case["expected_tp"], None if got != got else got)
 
 
-ADAPTERS = {"search_r1": search_r1, "torl": torl, "retool": retool, "otc": otc}  # file name -> its checks; a method's file has its own
+ADAPTERS = {"search_r1": search_r1, "research": research, "torl": torl, "retool": retool, "otc": otc}  # file name -> its checks; a method's file has its own
 
 
 def run_folder(folder: Path) -> tuple[list[str], int]:

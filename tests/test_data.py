@@ -99,6 +99,25 @@ def test_other_schemas(tmp_path):
     assert got[5].question == "ask" and got[6].meta == {"hops": 2}
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_musique(tmp_path, suffix):
+    """As FlashRAG serves it, as ReSearch prepares it, and as it was published: golds, aliases, and the look-ups that its ids name."""
+    steps = [{"id": 1, "question": "Green >> performer", "answer": "Steve", "paragraph_support_idx": 10}]
+    flashrag = [{"id": "2hop__482757_12019", "question": "When?", "golden_answers": ["1952", "in 1952"],
+                 "metadata": {"answerable": True, "type": "bridge", "question_decomposition": steps}}]
+    prepared = [{"data_source": "musique", "question": "Who?", "ability": "qa", "reward_model": {"style": "rule", "ground_truth": ["Tom", "Thomas"]},
+                 "extra_info": {"id": "3hop1__9285_5188_23307"}}]
+    published = [{"id": "4hop2__71753_648517_70784_79935", "paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "t", "is_supporting": False}],
+                  "question": "Where?", "question_decomposition": steps, "answer": "London", "answer_aliases": ["London, England"], "answerable": True},
+                 {"id": "2hop__1_2", "paragraphs": [], "question": "Why?", "question_decomposition": steps, "answer": "love", "answer_aliases": [],
+                  "answerable": True}]
+    load = lambda name, rows: load_examples(write(tmp_path / f"{name}{suffix}", rows))
+    assert load("flashrag", flashrag) == [
+        Example("2hop__482757_12019", "When?", ("1952", "in 1952"), {"answerable": True, "type": "bridge", "hops": 2})]
+    assert load("prepared", prepared) == [Example("musique/3hop1__9285_5188_23307", "Who?", ("Tom", "Thomas"), {"source": "musique", "hops": 3})]
+    assert [(e.answers, e.meta) for e in load("published", published)] == [(("London", "London, England"), {"hops": 4}), (("love",), {"hops": 2})]
+
+
 def gsm8k_row(solution: str) -> dict:
     return {"question": "How many?", "answer": solution}
 

@@ -1,0 +1,42 @@
+"""Supervised warm-up before RL (ours, no paper's): for models that never follow a search protocol on their own, traces built by rule from
+the run's questions and its search engine. How a trace is worded is each method's own."""
+import re
+from collections.abc import Callable, Sequence
+
+from common import UserError
+from common.data import Example, order
+from common.policy import lr_at, make_optimizer
+from common.rollout import Tool, ToolCall
+from common.run import Run
+from common.scoring import normalise_answer
+from common.update import demonstration_row, supervised_step
+
+
+def found_by_rule(example: Example, search: Tool) -> tuple[str, str, str] | None:
+    """(query, result, gold answer that stands in the result), searching the two longest names of the question, then the question; None
+    where no result holds an answer."""
+    names = re.findall(r"(?:[A-Z][\w'.-]*)(?: (?:of|the|and|de|in|[A-Z0-9][\w'.-]*))*", example.question.split(" ", 1)[-1])
+    for query in sorted(names, key=len, reverse=True)[:2] + [example.question.rstrip("?")]:
+        text = search.run([ToolCall("search", query, example)])[0]
+        gold = next((g for g in example.answers if normalise_answer(g) and normalise_answer(g) in normalise_answer(text)), None)
+        if gold:
+            return query, text, gold
+    return None
+
+
+def warm_up(cfg, model, tokenizer, train_set: Sequence[Example], render: Callable[[Example], str],
+            demonstrate: Callable[[Example], list[tuple[str, str]] | None], wrap: Callable[[str], str], run: Run) -> None:
+    """`cfg.warmup` supervised steps on the first `cfg.warmup_traces` questions for which `demonstrate` finds a trace: (author, text)
+    segments, of which the model's are learned. UserError if there is none."""
+    rows = []
+    for i in order(cfg.seed, 0, len(train_set), len(train_set)):
+        if len(rows) < cfg.warmup_traces and (segments := demonstrate(train_set[i])):
+            rows.append(demonstration_row(render(train_set[i]), segments, tokenizer, wrap, cfg.observation_tokens))
+    if not rows:
+        raise UserError(f"--warmup: no question of {cfg.data} could be answered by rule from {cfg.corpus}; use --warmup 0")
+    optimizer = make_optimizer(model.parameters(), cfg.warmup_lr)
+    for step in range(cfg.warmup):
+        picked = [rows[i] for i in order(cfg.seed, step, len(rows), min(8, len(rows)))]
+        loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.warmup, cfg.warmup_lr, schedule="cosine"),
+                               micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
+        run.log("warmup", 0, {"loss": loss})
