@@ -81,6 +81,9 @@ METRICS = {
     "update_s": "seconds spent on the update",
     "step_s": "seconds of the whole step",
     "n": "trajectories evaluated",
+    "step_label": "share of a trajectory's messages that the judge calls good: the mean inside each trajectory, then over trajectories",
+    "kept": "share of the saved trajectories that the filter keeps",
+    "items": "saved (state, action) items of the trajectories that are trained on",
 }
 
 
@@ -348,7 +351,8 @@ class Run:
                 f"open {report}")
 
 
-HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
+HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity", "answered", "valid_call_rate",
+             "step_label", "loss", "kept", "items", "n")
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
