@@ -52,7 +52,11 @@ def next_user_turn(tokenizer, eos_ids: Iterable[int]) -> tuple[str, str]:
 # ---- asking another model ---------------------------------------------------------------------------------------------
 def open_chat(spec: str, *, model: str = "", max_tokens: int = 512, dtype: str = "float32", device: str = "cpu") -> Ask:
     """`http(s)://…/v1` -> a server that speaks OpenAI's chat completions, asked for `model`; anything else -> a model as `load_model` takes it."""
-    return Server(spec, model, max_tokens) if spec.startswith(("http://", "https://")) else Local(spec, max_tokens, dtype, device)
+    if not spec.startswith(("http://", "https://")):
+        return Local(spec, max_tokens, dtype, device)
+    server = Server(spec, model, max_tokens)
+    server(["Say yes."])  # address, model name and key, before anything is built on them
+    return server
 
 
 class _Transient(Exception):
@@ -73,7 +77,7 @@ class Server:
             raise UserError(f"{url!r} is not the address of a chat server: write it as http://127.0.0.1:8000/v1, without user or password; a "
                             f"key comes from ${KEY}")
         if not model:
-            raise UserError(f"which model shall {url} answer with? Give its name (--judge-model)")
+            raise UserError(f"the chat server {url} may serve several models: name the one that shall answer")
         self.url, self.model, self.max_tokens = url, model, max_tokens
         self.timeout_s, self.retries, self.backoff_s, self.at_once, self.max_answer_bytes = timeout_s, retries, backoff_s, at_once, max_answer_bytes
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

@@ -334,14 +334,14 @@ class Run:
             raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
 
     # -- end
-    def finish(self, after: dict) -> None:
-        """Write summary.json: the run's own metric before and after, with bootstrap intervals over the held-out questions."""
+    def finish(self, after: dict, more: dict | None = None) -> None:
+        """Write summary.json: the run's own metric before and after, with bootstrap intervals over the held-out questions; and what else a method says."""
         before, metric = self.before, self.metric
         scores = {"interval_before": bootstrap_interval(before["scores"]), "interval_after": bootstrap_interval(after["scores"])}
         self.summary = {"method": self.method, "preset": self.config.preset, "seed": self.config.seed, "steps": self.total, "wall_s": round(self.wall_s, 1),
                         "metric": metric, "before": before[metric], "after": after[metric], "n": after["n"], **scores, "calls_before": before["calls"],
                         "calls_after": after["calls"], "valid_call_rate_before": before["valid_call_rate"], "valid_call_rate_after": after["valid_call_rate"],
-                        "peak_memory_mb": round(peak_memory_mb())}
+                        "peak_memory_mb": round(peak_memory_mb()), **(more or {})}
         write_atomic(self.folder / "summary.json", json.dumps({k: _finite(v) for k, v in self.summary.items()}, indent=1, allow_nan=False))
 
     def closing_line(self, report: Path) -> str:

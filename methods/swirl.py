@@ -45,7 +45,6 @@ from typing import Literal
 import torch
 
 from common import UserError, losses, scoring
-from common.calculator import CalculatorError, value_of
 from common.chat import Ask, next_user_turn, open_chat
 from common.data import Example, load_examples, order, training_and_held_out
 from common.engine import HFEngine
@@ -56,9 +55,10 @@ from common.rollout import Budget, Call, End, Prompt, ToolPool, Trajectory, Turn
 from common.run import (Clock, Run, eval_metrics, main, mean, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting,
                         write_atomic)
 from common.search import Passage, neutralise
-from common.tiny.world import chain_of, partial_results, problems, questions, world
+from common.tiny.oracle import good_step
+from common.tiny.world import problems, questions
 from common.tools import calculator_tool, search_tool
-from common.update import Experience, joined, mini_batches, policy_step, score, supervised_step
+from common.update import Experience, policy_step, score, supervised_step
 
 Task = Literal["search", "math"]
 
@@ -112,12 +112,10 @@ class Config:
     prompts: int = setting(24, "saved states per step", "ours")
     samples: int = setting(8, "fresh actions per state, the group of the baseline", "ours")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over actions, or Dr. GRPO's constant", "ours")
-    updates: int = setting(1, "optimiser steps per batch", "ours")
     lr: float = setting(5e-4, "learning rate of the policy (AdamW)", "ours")
     warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "ours")
     max_grad_norm: float = setting(1.0, "gradient clipping", "ours")
-    clip: float = setting(0.2, "clip range of the policy ratio, both sides", "ours")
     kl: float = setting(0.001, "coefficient of the KL to the start model (k3, in the loss)", "ours")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
@@ -182,10 +180,10 @@ def environment(turn: Turn, trajectory: Trajectory, task: Task, show: Callable[[
     return Call(task, content, partial(wrap_result, show(content), glue=glue)) if kind == task else End("no_action")
 
 
-def offline(turn: Turn, trajectory: Trajectory) -> End:
+def offline(turn: Turn, trajectory: Trajectory, task: Task) -> End:
     """One fresh action in a saved state: nothing is run."""
     kind, _ = parse_action(turn.text)
-    return End(kind if kind == "answer" else "length" if turn.reason == "length" else "no_action" if kind is None else "query")
+    return End(kind if kind == "answer" else "length" if turn.reason == "length" else "query" if kind == task else "no_action")
 
 
 # ---- Trajectories -----------------------------------------------------------------------------------------------------
@@ -270,51 +268,26 @@ def verdict(text: str, words: tuple[str, str] = ("GOOD", "BAD")) -> str | None:
     return found[-1] if found else None
 
 
-def oracle(task: Task, example: Example, history: History, action: str) -> str:
-    """The judge of the tiny world. Like the paper's it is not given the gold answer: it knows what the question asks for, and reads the rest
-    off the conversation. A query is good if it asks for the next thing that is missing, for the first time; an answer is good if it says
-    what the results say, and they are enough."""
+def oracle(example: Example, history: History, action: str) -> str:
+    """The judge of the tiny world: rules, in the place of a model that reads the conversation."""
     kind, content = parse_action(action)
-    asked = [parse_action(text)[1] for author, text in history if author == "model"]
-    good = False
-    if task == "search":
-        chain, here = chain_of(example), world(example.meta["world"])
-        results = [text for author, text in history if author == "tool"]
-        missing = [entity for entity, _ in chain if not any(neutralise(here.page(entity).text) in text for text in results)]
-        if kind == "search" and missing and content not in asked:
-            named = {name for name in here.facts if re.search(rf"\b{re.escape(name)}\b", content)}
-            good = missing[0] in named and named <= {entity for entity, _ in chain}  # names of others, too, would be guesses
-        elif kind == "answer" and not missing:
-            good = scoring.exact_match(pred=content, gold=chain[-1][1]) == 1
-    else:
-        values, total = [_value(x) for x in asked], _value(example.meta["expression"])
-        if kind == "math" and total not in values:
-            good = _value(content) is not None and abs(_value(content)) in partial_results(example.meta["expression"]) and _value(content) not in values
-        elif kind == "answer" and (total in values or example.meta["kind"] == "easy"):  # one-digit sums need no tool
-            good = maths_equal(pred=content, gold=str(total))
-    return "GOOD" if good else "BAD"
+    asked, results = ([text for author, text in history if author == who] for who in ("model", "tool"))
+    return "GOOD" if good_step(example, kind, content, [parse_action(text)[1] for text in asked], results) else "BAD"
 
 
-def _value(expression: str):
-    try:
-        return value_of(expression)
-    except CalculatorError:
-        return None
-
-
-def judge(cases: Sequence[tuple[Example, History, str]], task: Task, ask: Ask | None) -> list[str | None]:
+def judge(cases: Sequence[tuple[Example, History, str]], ask: Ask | None) -> list[str | None]:
     """The verdict on every (example, history, action): by the oracle, or by a model."""
     if ask is None:
-        return [oracle(task, *case) for case in cases]
+        return [oracle(*case) for case in cases]
     said = lambda author, text: f"{'Assistant' if author == 'model' else 'Tool'}: {neutralise(text)}"
     return [verdict(text) for text in ask([JUDGE.format(question=e.question, history="\n".join(said(*h) for h in history) or "(none)", action=neutralise(action))
                                            for e, history, action in cases])]
 
 
-def reward(action: str, found: str | None) -> dict[str, float]:
-    """Named parts of the reward of one action and their total (paper §2.2): 1 for GOOD, 0 for BAD or no verdict."""
-    kind, _ = parse_action(action)
-    return {"query": float(kind in QUERIES), "answered": float(kind == "answer"), "judged": float(found is not None), "total": float(found == "GOOD")}
+def reward(found: str | None, stop: str) -> dict[str, float]:
+    """Named parts of the reward of one action and their total (paper §2.2): 1 for GOOD, 0 for BAD, no verdict, or a message that was cut."""
+    return {"query": float(stop == "query"), "answered": float(stop == "answer"), "judged": float(found is not None),
+            "total": float(found == "GOOD" and stop != "length")}
 
 
 def grade(trajectory: Trajectory, task: Task) -> dict[str, float]:
@@ -382,11 +355,11 @@ def train(cfg: Config) -> None:
                                                 budgets[task], pool, **how)
     eval_prompts = {task: prompts_of(task, examples)[0] for task, examples in eval_sets.items()}
 
-    def label(trajectories: Sequence[Trajectory], task: Task) -> list[list[float]]:
+    def label(trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """What the judge says of every step of every trajectory: 1 or 0."""
         steps = [cut(t, glue) for t in trajectories]
-        said = iter(judge([(t.example, history, action) for t, own in zip(trajectories, steps) for _, history, _, action in own], task, ask))
-        return [[float(next(said) == "GOOD") for _ in own] for own in steps]
+        said = iter(judge([(t.example, history, action) for t, own in zip(trajectories, steps) for _, history, _, action in own], ask))
+        return [[reward(next(said), t.stop if i == len(own) - 1 else "")["total"] for i in range(len(own))] for t, own in zip(trajectories, steps)]
 
     def answer_eval(task: Task) -> tuple[list[Trajectory], list[dict]]:
         """Greedy answers to the held-out questions of a task, with live tools, and their parts."""
@@ -394,7 +367,7 @@ def train(cfg: Config) -> None:
         trajectories = play(task, eval_prompts[task], temperature=0.0)
         parts = [grade(t, task) for t in trajectories]
         if cfg.step_labels:
-            parts = [{**p, "step_label": mean(good)} for p, good in zip(parts, label(trajectories, task))]
+            parts = [{**p, "step_label": mean(good)} for p, good in zip(parts, label(trajectories))]
         return trajectories, parts
 
     if cfg.evaluate:
@@ -423,7 +396,7 @@ def train(cfg: Config) -> None:
                 if parts[-1].exists():
                     continue
                 trajectories = play(cfg.task, prompts[start:start + size], samples=cfg.per_question, temperature=cfg.temperature, seed=cfg.seed, step=-1 - start)
-                scores = zip(trajectories, label(trajectories, cfg.task), outcomes(trajectories, cfg.task, ask))
+                scores = zip(trajectories, label(trajectories), outcomes(trajectories, cfg.task, ask))
                 rows = [Item(start * cfg.per_question + k, cfg.task, t.example, ids, history, action_ids, action, good, right)
                         for k, (t, labels, right) in enumerate(scores) for (ids, history, action_ids, action), good in zip(cut(t, glue), labels)]
                 write_atomic(parts[-1], "".join(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows))
@@ -458,35 +431,33 @@ def train(cfg: Config) -> None:
             engine.sync(model)
             prompts = [Prompt(s.example, tokenizer.decode(s.ids), s.ids) for s in states]
             one_turn = Budget(max(len(s.ids) for s in states), cfg.turn_tokens, cfg.observation_tokens, cfg.turn_tokens, turns=0)
-            trajectories = rollout(engine, tokenizer, prompts, offline, {}, one_turn, pool, samples=group, temperature=cfg.temperature, seed=cfg.seed, step=step)
+            trajectories = rollout(engine, tokenizer, prompts, partial(offline, task=cfg.task), {}, one_turn, pool, samples=group, temperature=cfg.temperature, seed=cfg.seed, step=step)
             clock.lap("sample_s")
 
             # 2. score
-            said = judge([(t.example, states[t.group].history, t.model_text) for t in trajectories], cfg.task, ask)
-            parts = [reward(t.model_text, found) for t, found in zip(trajectories, said)]
+            said = judge([(t.example, states[t.group].history, t.model_text) for t in trajectories], ask)
+            parts = [reward(found, t.stop) for t, found in zip(trajectories, said)]
             rewards_B = torch.tensor([p["total"] for p in parts], device=cfg.device)
             batch = collate(trajectories, cfg.device)
             nan_BT = torch.full_like(batch.sampler_BT, torch.nan)
-            score_with = lambda m: score(m, batch.ids_BT, batch.lengths_B, batch.starts_B, batch.sampled_BT, temperature=cfg.temperature, micro_tokens=cfg.micro_tokens)
-            old_BT = score_with(model) if cfg.updates > 1 else nan_BT
-            ref_BT = score_with(reference) if reference else None
+            ref_BT = score(reference, batch.ids_BT, batch.lengths_B, batch.starts_B, batch.sampled_BT, temperature=cfg.temperature,
+                           micro_tokens=cfg.micro_tokens) if reference else None
 
             # 3. advantages
             std = "unbiased" if cfg.algorithm == "grpo" else "none"
             advantages_BT = losses.group_advantages(rewards_B.view(-1, group), std).view(-1, 1).expand_as(nan_BT)
             clock.lap("logprob_s")
 
-            # 4. update
-            experience = Experience(batch.ids_BT, batch.lengths_B, batch.starts_B, batch.sampled_BT, batch.sampled_BT, batch.sampler_BT, old_BT, advantages_BT, ref_BT)
-            done = []
-            for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
-                done.append(policy_step(
-                    model, optimizer, experience, rows, lr=lr, clip_low=cfg.clip, clip_high=cfg.clip, aggregation=cfg.aggregation,
-                    budget_tokens=cfg.turn_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3", importance_cap=cfg.importance_cap,
-                    micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
+            # 4. update: one step a batch, so the ratio is 1 and nothing is clipped
+            experience = Experience(batch.ids_BT, batch.lengths_B, batch.starts_B, batch.sampled_BT, batch.sampled_BT, batch.sampler_BT, nan_BT,
+                                    advantages_BT, ref_BT)
+            done = policy_step(
+                model, optimizer, experience, range(len(trajectories)), lr=lr, clip_low=0.2, clip_high=0.2, aggregation=cfg.aggregation,
+                budget_tokens=cfg.turn_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3", importance_cap=cfg.importance_cap,
+                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
             clock.lap("update_s")
             usable = mean(p["query"] for p in parts if not p["answered"])
-            run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group, {**joined(done), "valid_call_rate": usable})
+            run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group, {**done, "valid_call_rate": usable})
 
         # 5. evaluate, save
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
@@ -495,9 +466,11 @@ def train(cfg: Config) -> None:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 
-    run.finish(evaluate(cfg.steps))
+    after = evaluate(cfg.steps)
+    transfer = [{"task": task, "metric": METRIC[task], "before": run.before["transfer"][METRIC[task]], "after": after["transfer"][METRIC[task]]} for task in tested[1:]]
+    run.finish(after, {"transfer": transfer[0]} if transfer else {})
     save_policy(run.folder / "model", model, tokenizer)
-    print(run.closing_line(write_report(run.folder)))
+    print("".join("{metric} on {task} {before:.3f} -> {after:.3f}; ".format(**t) for t in transfer) + run.closing_line(write_report(run.folder)))
 
 
 if __name__ == "__main__":

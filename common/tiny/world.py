@@ -7,7 +7,6 @@ Names are single words (a book is "The" and a word), so that each is one entry o
 two million parameters one step, and what is left to learn is when to look up what.
 """
 import ast
-import itertools
 import operator
 import random
 from dataclasses import dataclass, field
@@ -138,11 +137,6 @@ def questions(split: str, n: int, seed: int = 0, hops: tuple[int, ...] = (1, 2),
     return out
 
 
-def chain_of(example: Example) -> tuple[tuple[str, str], ...]:
-    """The look-ups behind one of `questions`, as Question.hops has them: (entity to look up, value found there), in order."""
-    return world(example.meta["world"]).question(int(example.id.rpartition("-")[2]), example.meta["hops"]).hops
-
-
 # ---- sums whose answers need computing --------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Problem:
@@ -204,17 +198,6 @@ def eval_int(expression: str, names: dict[str, int] | None = None) -> int:
             return _OPS[type(node.op)](value(node.left), value(node.right))
         raise TypeError(f"{type(node).__name__} is not integer arithmetic")
     return value(ast.parse(expression.strip(), mode="eval"))
-
-
-def partial_results(expression: str) -> set[int]:
-    """What a useful first computation for an expression such as `c - a * 3` may find: its products, and sums of some of its terms (without sign)."""
-    def terms(node, sign: int = 1) -> list[tuple[int, bool]]:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
-            return terms(node.left, sign) + terms(node.right, -sign if isinstance(node.op, ast.Sub) else sign)
-        return [(sign * eval_int(ast.unparse(node)), isinstance(node, ast.BinOp))]
-    found = terms(ast.parse(expression, mode="eval").body)
-    sums = {abs(sum(v for v, _ in some)) for n in range(2, len(found) + 1) for some in itertools.combinations(found, n)}
-    return sums | {abs(v) for v, product in found if product}
 
 
 def run_program(code: str) -> str:
