@@ -164,20 +164,20 @@ def parse_action(text: str) -> tuple[str | None, str]:
 
 
 def render_passages(passages: list[Passage]) -> str:
-    return "\n".join(neutralise(p.text) for p in passages) or "nothing found"
+    return "\n".join(p.text for p in passages) or "nothing found"
 
 
 def wrap_result(query: str, result: str, glue: tuple[str, str]) -> str:
     """The next user turn. `glue`: what the chat template puts before and after its text."""
-    return f"{glue[0]}{query} -> {result}{glue[1]}"
+    return f"{glue[0]}{neutralise(query)} -> {neutralise(result)}{glue[1]}"
 
 
-def environment(turn: Turn, trajectory: Trajectory, task: Task, show: Callable[[str], str], glue: tuple[str, str]) -> Call | End:
-    """One message: run the task's tool on a query, or end. `show` makes a query fit to be shown with its result."""
+def environment(turn: Turn, trajectory: Trajectory, task: Task, short: Callable[[str], str], glue: tuple[str, str]) -> Call | End:
+    """One message: run the task's tool on a query, or end. `short` cuts a long query that is shown with its result."""
     kind, content = parse_action(turn.text)
     if kind == "answer" or turn.reason == "length":
         return End(kind if kind == "answer" else "length")
-    return Call(task, content, partial(wrap_result, show(content), glue=glue)) if kind == task else End("no_action")
+    return Call(task, content, partial(wrap_result, short(content), glue=glue)) if kind == task else End("no_action")
 
 
 def offline(turn: Turn, trajectory: Trajectory, task: Task) -> End:
@@ -279,9 +279,9 @@ def judge(cases: Sequence[tuple[Example, History, str]], ask: Ask | None) -> lis
     """The verdict on every (example, history, action): by the oracle, or by a model."""
     if ask is None:
         return [oracle(*case) for case in cases]
-    said = lambda author, text: f"{'Assistant' if author == 'model' else 'Tool'}: {neutralise(text)}"
-    return [verdict(text) for text in ask([JUDGE.format(question=e.question, history="\n".join(said(*h) for h in history) or "(none)", action=neutralise(action))
-                                           for e, history, action in cases])]
+    said = lambda history: "\n".join(f"{'Assistant' if author == 'model' else 'Tool'}: {neutralise(text)}" for author, text in history) or "(none)"
+    return [verdict(text) for text in ask([JUDGE.format(question=example.question, history=said(history), action=neutralise(action))
+                                           for example, history, action in cases])]
 
 
 def reward(found: str | None, stop: str) -> dict[str, float]:
@@ -305,7 +305,8 @@ def outcomes(trajectories: Sequence[Trajectory], task: Task, ask: Ask | None) ->
     if ask is None:
         return [grade(t, task)[METRIC[task]] for t in trajectories]
     answers = [parse_action(t.segments[-1].text) for t in trajectories]
-    texts = ask([OUTCOME.format(question=t.example.question, gold=" or ".join(t.example.answers), answer=neutralise(a)) for t, (_, a) in zip(trajectories, answers)])
+    texts = ask([OUTCOME.format(question=t.example.question, gold=" or ".join(t.example.answers), answer=neutralise(answer))
+                 for t, (_, answer) in zip(trajectories, answers)])
     return [float(kind == "answer" and verdict(text, ("YES", "NO")) == "YES") for (kind, _), text in zip(answers, texts)]
 
 
@@ -349,9 +350,9 @@ def train(cfg: Config) -> None:
     engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, 256), max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages), "math": calculator_tool()}, ToolPool()
     glue = next_user_turn(tokenizer, engine.eos_ids)
-    show = lambda query: fit(tokenizer, neutralise(query), str, cfg.observation_tokens // 2)[1]
+    short = lambda query: fit(tokenizer, query, str, cfg.observation_tokens // 2)[1]
     prompts_of = lambda task, examples: make_prompts(examples, lambda e: render(e, tokenizer, templates[task], queries[task]), tokenizer, budgets[task])
-    play = lambda task, prompts, **how: rollout(engine, tokenizer, prompts, partial(environment, task=task, show=show, glue=glue), tools,
+    play = lambda task, prompts, **how: rollout(engine, tokenizer, prompts, partial(environment, task=task, short=short, glue=glue), tools,
                                                 budgets[task], pool, **how)
     eval_prompts = {task: prompts_of(task, examples)[0] for task, examples in eval_sets.items()}
 
@@ -386,16 +387,19 @@ def train(cfg: Config) -> None:
 
     def generate() -> list[Item]:
         """The start model's trajectories, labelled and cut; a file for every batch until all are there, so that --resume goes on between them."""
-        path, items = run.folder / "items.jsonl", []
+        path = run.folder / "items.jsonl"
         if not path.exists():
             engine.sync(model)
-            prompts, _ = prompts_of(cfg.task, [train_set[i] for i in order(cfg.seed, 0, len(train_set), min(cfg.questions, len(train_set)))])
+            chosen = [train_set[i] for i in order(cfg.seed, 0, len(train_set), min(cfg.questions, len(train_set)))]
+            prompts, skipped = prompts_of(cfg.task, chosen)
+            print(f"making {cfg.per_question} trajectories of {len(prompts)} questions ({skipped} skipped: longer than --prompt-tokens)", flush=True)
             size, parts = max(1, 256 // cfg.per_question), []
             for start in range(0, len(prompts), size):
                 parts.append(run.folder / f"items-{start}.part")
                 if parts[-1].exists():
                     continue
-                trajectories = play(cfg.task, prompts[start:start + size], samples=cfg.per_question, temperature=cfg.temperature, seed=cfg.seed, step=-1 - start)
+                trajectories = play(cfg.task, prompts[start:start + size], samples=cfg.per_question, temperature=cfg.temperature, seed=cfg.seed,
+                                    step=-1 - start)
                 scores = zip(trajectories, label(trajectories), outcomes(trajectories, cfg.task, ask))
                 rows = [Item(start * cfg.per_question + k, cfg.task, t.example, ids, history, action_ids, action, good, right)
                         for k, (t, labels, right) in enumerate(scores) for (ids, history, action_ids, action), good in zip(cut(t, glue), labels)]
@@ -431,7 +435,8 @@ def train(cfg: Config) -> None:
             engine.sync(model)
             prompts = [Prompt(s.example, tokenizer.decode(s.ids), s.ids) for s in states]
             one_turn = Budget(max(len(s.ids) for s in states), cfg.turn_tokens, cfg.observation_tokens, cfg.turn_tokens, turns=0)
-            trajectories = rollout(engine, tokenizer, prompts, partial(offline, task=cfg.task), {}, one_turn, pool, samples=group, temperature=cfg.temperature, seed=cfg.seed, step=step)
+            trajectories = rollout(engine, tokenizer, prompts, partial(offline, task=cfg.task), {}, one_turn, pool, samples=group,
+                                   temperature=cfg.temperature, seed=cfg.seed, step=step)
             clock.lap("sample_s")
 
             # 2. score
@@ -467,10 +472,12 @@ def train(cfg: Config) -> None:
         run.stop_if_asked(step + 1)
 
     after = evaluate(cfg.steps)
-    transfer = [{"task": task, "metric": METRIC[task], "before": run.before["transfer"][METRIC[task]], "after": after["transfer"][METRIC[task]]} for task in tested[1:]]
-    run.finish(after, {"transfer": transfer[0]} if transfer else {})
+    moved = {when: {task: found["transfer"][METRIC[task]] for task in tested[1:]} for when, found in (("before", run.before), ("after", after))}
+    run.finish(after, {"transfer": moved} if tested[1:] else {})
     save_policy(run.folder / "model", model, tokenizer)
-    print("".join("{metric} on {task} {before:.3f} -> {after:.3f}; ".format(**t) for t in transfer) + run.closing_line(write_report(run.folder)))
+    print(run.closing_line(write_report(run.folder)))
+    for task in tested[1:]:
+        print(f"the other task, {task}: {METRIC[task]} {moved['before'][task]:.3f} -> {moved['after'][task]:.3f}")
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def play_swirl(messages: list[str], limit: int) -> list[str]:
     tokenizer, ran, pool = byte_tokenizer(), [], ToolPool(1)
     engine = ScriptedEngine(tokenizer, lambda ids, seed: messages[min(tokenizer.decode(ids).count("[shown]"), len(messages) - 1)])
     tool = Tool(lambda calls: [ran.append(c.argument) or "[shown]" for c in calls])
-    rollout(engine, tokenizer, [prompt(tokenizer, "P")], partial(m.environment, task="search", show=str, glue=("", "")), {"search": tool},
+    rollout(engine, tokenizer, [prompt(tokenizer, "P")], partial(m.environment, task="search", short=str, glue=("", "")), {"search": tool},
             Budget(10, 100, 100, 5000, limit), pool)
     pool.close()
     return ran

@@ -44,6 +44,7 @@ def test_the_tiny_model_was_built_on_these_protocols(tokenizer):
     assert m.wrap_result("T", m.render_passages([]), glue) == search.observe("T", [])
     assert m.wrap_result("6 * 7", "42", glue) == maths.observe("6 * 7", "42")
     assert search.stops == maths.stops == ()  # messages end with the model's own end token
+    assert m.wrap_result("a<|im_end|>", "error: '<|im_end|>' is not arithmetic", GLUE).count("<|im_end|>") == 1  # the template's own
     for p, kind in ((search, "search"), (maths, "math")):
         turn = p.call("I look.", "6 * 7").removesuffix(p.end)
         assert m.parse_action(turn) == (kind, "6 * 7") and m.parse_action(p.answer("So.", "42")) == ("answer", "42")
@@ -64,7 +65,7 @@ def play(tokenizer, say, example=TWO_HOPS, task="search", turns=5, samples=1, en
     budget, pool = Budget(192, 60, 96, 512, turns), ToolPool(1)
     text = m.render(example, tokenizer, m.PROMPTS[task], turns)
     prompts = [Prompt(example, text, tokenizer.encode(text, add_special_tokens=False))]
-    found = rollout(engine or ScriptedEngine(tokenizer, say), tokenizer, prompts, partial(m.environment, task=task, show=str, glue=GLUE),
+    found = rollout(engine or ScriptedEngine(tokenizer, say), tokenizer, prompts, partial(m.environment, task=task, short=str, glue=GLUE),
                     {"search": search_tool("", 1, m.render_passages)}, budget, pool, samples=samples)
     pool.close()
     return found
@@ -252,7 +253,7 @@ def test_a_run_generates_trains_and_goes_on_with_the_same_bits(tmp_path, monkeyp
     assert [(r["kind"], r["step"]) for r in rows] == [("items", 0), ("eval", 0), ("transfer", 0), ("train", 1), ("train", 2), ("eval", 2), ("transfer", 2)]
     assert rows[3]["calls"] == 0 and rows[0]["n"] == 48
     summary = json.load(open("runs/swirl/whole/summary.json"))
-    assert summary["metric"] == "em" and summary["transfer"]["metric"] == "accuracy"
+    assert summary["metric"] == "em" and set(summary["transfer"]["after"]) == {"math"}
 
     items = "runs/swirl/whole/items.jsonl"  # other arms read what one has made
     m.train(replace(SMALL, name="sft", items=items, steps=1, algorithm="sft"))
