@@ -312,6 +312,7 @@ def outcomes(trajectories: Sequence[Trajectory], task: Task, ask: Ask | None) ->
 
 # ---- Train ------------------------------------------------------------------------------------------------------------
 METRIC = {"search": "em", "math": "accuracy"}
+AT_ONCE = 256  # trajectories that are made together, and then saved
 
 
 def load_data(cfg: Config, tested: Sequence[Task]) -> tuple[list[Example], dict[Task, list[Example]]]:
@@ -347,7 +348,7 @@ def train(cfg: Config) -> None:
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
     queries = {task: cfg.max_queries or n for task, n in QUERIES.items()}
     budgets = {task: Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, n) for task, n in queries.items()}
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, 256), max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
+    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, AT_ONCE), max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages), "math": calculator_tool()}, ToolPool()
     glue = next_user_turn(tokenizer, engine.eos_ids)
     short = lambda query: fit(tokenizer, query, str, cfg.observation_tokens // 2)[1]
@@ -393,7 +394,7 @@ def train(cfg: Config) -> None:
             chosen = [train_set[i] for i in order(cfg.seed, 0, len(train_set), min(cfg.questions, len(train_set)))]
             prompts, skipped = prompts_of(cfg.task, chosen)
             print(f"making {cfg.per_question} trajectories of {len(prompts)} questions ({skipped} skipped: longer than --prompt-tokens)", flush=True)
-            size, parts = max(1, 256 // cfg.per_question), []
+            size, parts = max(1, AT_ONCE // cfg.per_question), []
             for start in range(0, len(prompts), size):
                 parts.append(run.folder / f"items-{start}.part")
                 if parts[-1].exists():

@@ -3,6 +3,7 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from common.data import Example
 from common.engine import HFEngine
 from common.policy import load_model
 from common.rollout import Budget, Call, End, Prompt, Segment, ToolPool, Trajectory, Turn, rollout
+from common.run import Interrupted
 from common.search import Passage
 from common.tiny import protocols
 from common.tiny.oracle import chain_of, partial_results
@@ -241,24 +243,30 @@ SMALL = replace(CFG, threads=1, questions=12, per_question=4, filter="none", tra
                 eval_questions=4)
 
 
-def test_a_run_generates_trains_and_goes_on_with_the_same_bits(tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_with_the_same_bits_after_a_stop_in_generation_and_in_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    m.train(replace(SMALL, name="whole", eval_task="both"))
+    monkeypatch.setattr(m, "AT_ONCE", 16)
+    whole = replace(SMALL, name="whole", eval_task="both")
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(m.Run, "stop_if_asked", lambda self, step: (_ for _ in ()).throw(Interrupted("now")))
+        m.train(whole)
+    assert [p.name for p in tmp_path.glob("runs/swirl/whole/items*")] == ["items-0.part"]
+    m.train(replace(whole, resume=True))
     weights = lambda: torch.load("runs/swirl/whole/checkpoint/step-2/state.pt")["model"]
-    whole, start = weights(), load_model("tiny")[0].state_dict()
+    found, start = weights(), load_model("tiny")[0].state_dict()
     shutil.rmtree("runs/swirl/whole/checkpoint/step-2")  # as if it had been killed in its second step
-    m.train(replace(SMALL, name="whole", eval_task="both", resume=True))
-    assert all(torch.equal(whole[k], x) for k, x in weights().items()) and any(not torch.equal(whole[k], start[k]) for k in whole)
+    m.train(replace(whole, resume=True))
+    assert all(torch.equal(found[k], x) for k, x in weights().items()) and any(not torch.equal(found[k], start[k]) for k in found)
     rows = [json.loads(line) for line in open("runs/swirl/whole/metrics.jsonl")]
     assert [(r["kind"], r["step"]) for r in rows] == [("items", 0), ("eval", 0), ("transfer", 0), ("train", 1), ("train", 2), ("eval", 2), ("transfer", 2)]
     assert rows[3]["calls"] == 0 and rows[0]["n"] == 48
     summary = json.load(open("runs/swirl/whole/summary.json"))
     assert summary["metric"] == "em" and set(summary["transfer"]["after"]) == {"math"}
 
-    items = "runs/swirl/whole/items.jsonl"  # other arms read what one has made
-    m.train(replace(SMALL, name="sft", items=items, steps=1, algorithm="sft"))
-    assert not (tmp_path / "runs/swirl/sft/items.jsonl").exists()
+    m.train(replace(SMALL, name="sft", steps=1, algorithm="sft"))  # nobody stopped this one
+    assert [p.name for p in tmp_path.glob("runs/swirl/sft/items*")] == ["items.jsonl"]
+    assert len({Path(f"runs/swirl/{name}/items.jsonl").read_bytes() for name in ("whole", "sft")}) == 1
     losses = [json.loads(line)["loss"] for line in open("runs/swirl/sft/metrics.jsonl") if '"sft"' in line]
     assert len(losses) == 1 and losses[0] > 0
     with pytest.raises(UserError, match="not this model's"):
-        m.train(replace(SMALL, name="other", items=items, prompt_tokens=100, trajectory_tokens=5))
+        m.train(replace(SMALL, name="other", items="runs/swirl/whole/items.jsonl", prompt_tokens=100, trajectory_tokens=5))
