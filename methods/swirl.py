@@ -109,10 +109,10 @@ class Config:
     step_labels: bool = setting(True, "let the judge label the steps of evaluations too", "paper §4")
     # learning
     algorithm: Literal["reinforce", "grpo", "sft"] = setting("reinforce", "baseline alone, divided by the deviation too, or supervised on the items", "ours")
-    prompts: int = setting(24, "saved states per step", "ours")
+    prompts: int = setting(16, "saved states per step", "ours")
     samples: int = setting(8, "fresh actions per state, the group of the baseline", "ours")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over actions, or Dr. GRPO's constant", "ours")
-    lr: float = setting(5e-4, "learning rate of the policy (AdamW)", "ours")
+    lr: float = setting(1e-4, "learning rate of the policy (AdamW)", "ours")
     warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "ours")
     max_grad_norm: float = setting(1.0, "gradient clipping", "ours")
