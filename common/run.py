@@ -233,7 +233,7 @@ class Run:
         if kind == "train":
             self._progress(line)
         else:
-            shown = " ".join(f"{k} {line[k]:.3g}" for k in metrics if line[k] is not None and k in HEADLINES)
+            shown = " ".join(f"{k} {line[k] if isinstance(line[k], int) else format(line[k], '.3g')}" for k in metrics if line[k] is not None and k in HEADLINES)
             print(f"{_clear()}{kind} at step {step}: {shown}", flush=True)
 
     def _progress(self, line: dict) -> None:

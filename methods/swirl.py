@@ -124,7 +124,7 @@ class Config:
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
-        model="smollm2", data="", judge="", questions=32, per_question=4, trajectories=0, steps=20, prompts=8, samples=4, prompt_tokens=320, turn_tokens=96,
+        model="smollm2", data="", judge="", questions=32, per_question=4, filter="none", trajectories=0, steps=20, prompts=8, samples=4, prompt_tokens=320, turn_tokens=96,
         observation_tokens=192, trajectory_tokens=768, lr=2e-5, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # HotpotQA; for GSM8K --task math --data openai/gsm8k:main --questions 7500. What is not published is ours.
         model="google/gemma-2-27b-it", device="cuda", data="hotpotqa/hotpot_qa:distractor", corpus="http://127.0.0.1:8000", questions=10000,
@@ -226,8 +226,8 @@ def select(items: Sequence[Item], cfg: Config) -> tuple[list[Item], int, int]:
         by_trajectory.setdefault(item.trajectory, []).append(item)
     kept = [own for own in by_trajectory.values() if keeps([i.good for i in own], own[0].right, cfg.filter)]
     if len(kept) < max(1, cfg.trajectories):
-        raise UserError(f"--filter {cfg.filter} keeps {len(kept)} of {len(by_trajectory)} trajectories, and {max(1, cfg.trajectories)} are asked for: raise "
-                        "--questions or --per-question, or lower --trajectories")
+        raise UserError(f"--filter {cfg.filter} keeps {len(kept)} of {len(by_trajectory)} trajectories, and {max(1, cfg.trajectories)} are asked "
+                        "for: raise --questions or --per-question, or lower --trajectories")
     chosen = order(cfg.seed, 0, len(kept), len(kept))[:cfg.trajectories or None]
     return [item for k in sorted(chosen) for item in kept[k]], len(kept), len(by_trajectory)
 
@@ -245,7 +245,8 @@ def read_items(path: Path, task: str) -> list[Item]:
     except OSError as error:
         raise UserError(f"--items {path}: cannot read it ({error.strerror}); give the items.jsonl of a run") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--items {path}, line {number}: not an item as a run writes it ({type(error).__name__}: {error}); make the file again") from error
+        raise UserError(f"--items {path}, line {number}: not an item as a run writes it ({type(error).__name__}: {error}); make the file "
+                        "again") from error
     if not items:
         raise UserError(f"--items {path}: the file is empty")
     return items
@@ -312,7 +313,7 @@ def outcomes(trajectories: Sequence[Trajectory], task: Task, ask: Ask | None) ->
 
 # ---- Train ------------------------------------------------------------------------------------------------------------
 METRIC = {"search": "em", "math": "accuracy"}
-AT_ONCE = 256  # trajectories that are made together, and then saved
+AT_ONCE = 256  # trajectories between two saves of what is made
 
 
 def load_data(cfg: Config, tested: Sequence[Task]) -> tuple[list[Example], dict[Task, list[Example]]]:
@@ -348,11 +349,13 @@ def train(cfg: Config) -> None:
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
     queries = {task: cfg.max_queries or n for task, n in QUERIES.items()}
     budgets = {task: Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, n) for task, n in queries.items()}
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, AT_ONCE), max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
+    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages), "math": calculator_tool()}, ToolPool()
     glue = next_user_turn(tokenizer, engine.eos_ids)
     short = lambda query: fit(tokenizer, query, str, cfg.observation_tokens // 2)[1]
-    prompts_of = lambda task, examples: make_prompts(examples, lambda e: render(e, tokenizer, templates[task], queries[task]), tokenizer, budgets[task])
+    prompts_of = lambda task, examples: make_prompts(examples, lambda e: render(e, tokenizer, templates[task], queries[task]), tokenizer,
+                                                     budgets[task])
     play = lambda task, prompts, **how: rollout(engine, tokenizer, prompts, partial(environment, task=task, short=short, glue=glue), tools,
                                                 budgets[task], pool, **how)
     eval_prompts = {task: prompts_of(task, examples)[0] for task, examples in eval_sets.items()}
@@ -415,7 +418,7 @@ def train(cfg: Config) -> None:
     used, n_kept, n_all = select(items, cfg)
     longest = max(len(item.ids) for item in used)
     if longest > cfg.prompt_tokens + cfg.trajectory_tokens or not all(i.example.question.strip() in tokenizer.decode(i.ids) for i in used):
-        raise UserError(f"--items {cfg.items}: its states are not this model's (longest: {longest} tokens), whose tokenizer must have made them, within "
+        raise UserError(f"--items {cfg.items}: its states are not this model's (the longest has {longest} tokens): make them with the same tokenizer, "
                         "--prompt-tokens and --trajectory-tokens")
     trained = {"model": model, "optimizer": optimizer}
     first = run.restore(trained) if cfg.resume else 0
