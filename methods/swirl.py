@@ -72,7 +72,7 @@ class Config:
     seed: int = setting(0, "seed of trajectories, their choice, data order and sampling", "ours")
     task: Task = setting("search", "tool and questions to learn from: a search engine, or a calculator", "paper §2.1")
     eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper §3")
-    steps: int = setting(40, "optimisation steps (one batch of saved states each)", "ours")
+    steps: int = setting(30, "optimisation steps (one batch of saved states each)", "ours")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     # model and data
@@ -86,15 +86,15 @@ class Config:
     transfer_data: str = setting("", "held-out questions of the other task (needed for it unless data is tiny)", "ours")
     eval_questions: int = setting(200, "held-out questions", "ours")
     eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, live tools, same questions); 0: only before and after", "ours")
-    save_every: int = setting(20, "checkpoint every so many steps", "ours")
+    save_every: int = setting(10, "checkpoint every so many steps", "ours")
     keep_trajectories: int = setting(4, "sampled actions a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another prompt for the task; it must hold {question}, and may hold {budget}", "ours")
     # trajectories, made once
     items: str = setting("", "items.jsonl of an earlier run, in place of new trajectories", "ours")
-    questions: int = setting(400, "questions that trajectories are made for", "paper §2.1")
+    questions: int = setting(500, "questions that trajectories are made for", "paper §2.1")
     per_question: int = setting(5, "trajectories per question", "paper §2.1")
     filter: Literal["process", "outcome", "both", "none"] = setting("process", "keep trajectories: all steps good, answer right, both, or any", "paper §2.1")
-    trajectories: int = setting(100, "trajectories used of those the filter keeps, so that filters can be compared; 0: all", "ours")
+    trajectories: int = setting(150, "trajectories used of those the filter keeps, so that filters can be compared; 0: all", "ours")
     max_queries: int = setting(0, "queries that are run; one more message may answer; 0: 5 for search, 10 for math", "paper §2.1")
     topk: int = setting(1, "passages per search", "paper §2.1")
     temperature: float = setting(1.0, "sampling temperature of trajectories and of actions, no top-p", "ours")
@@ -109,14 +109,14 @@ class Config:
     step_labels: bool = setting(True, "let the judge label the steps of evaluations too", "paper §4")
     # learning
     algorithm: Literal["reinforce", "grpo", "sft"] = setting("reinforce", "baseline alone, divided by the deviation too, or supervised on the items", "ours")
-    prompts: int = setting(16, "saved states per step", "ours")
+    prompts: int = setting(24, "saved states per step", "ours")
     samples: int = setting(8, "fresh actions per state, the group of the baseline", "ours")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over actions, or Dr. GRPO's constant", "ours")
-    lr: float = setting(1e-4, "learning rate of the policy (AdamW)", "ours")
+    lr: float = setting(1e-4, "learning rate of the policy (AdamW); it falls linearly to 0", "ours")
     warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "ours")
     max_grad_norm: float = setting(1.0, "gradient clipping", "ours")
-    kl: float = setting(0.001, "coefficient of the KL to the start model (k3, in the loss)", "ours")
+    kl: float = setting(0.0, "coefficient of the KL to the start model (k3, in the loss)", "ours")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
 
@@ -124,8 +124,8 @@ class Config:
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
-        model="smollm2", data="", judge="", questions=32, per_question=4, filter="none", trajectories=0, steps=20, prompts=8, samples=4, prompt_tokens=320, turn_tokens=96,
-        observation_tokens=192, trajectory_tokens=768, lr=2e-5, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
+        model="smollm2", data="", judge="", questions=32, per_question=4, filter="none", trajectories=0, steps=20, prompts=8, samples=4,
+        prompt_tokens=320, turn_tokens=96, observation_tokens=192, trajectory_tokens=768, lr=2e-5, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # HotpotQA; for GSM8K --task math --data openai/gsm8k:main --questions 7500. What is not published is ours.
         model="google/gemma-2-27b-it", device="cuda", data="hotpotqa/hotpot_qa:distractor", corpus="http://127.0.0.1:8000", questions=10000,
         trajectories=0, judge="https://generativelanguage.googleapis.com/v1beta/openai", judge_model="gemini-1.5-pro", steps=400, prompts=256, samples=4,
@@ -429,7 +429,7 @@ def train(cfg: Config) -> None:
     for step in range(first, cfg.steps):
         # 1. sample: fresh actions in saved states; a supervised step takes the saved ones
         clock = Clock()
-        lr = lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps)
+        lr = lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps, schedule="linear")
         states = [used[i] for i in order(cfg.seed, step, len(used), n_prompts)]
         if cfg.algorithm == "sft":
             rows = [(s.ids + s.action_ids, [0] * len(s.ids) + [1] * len(s.action_ids)) for s in states]
