@@ -12,7 +12,7 @@ The method, step by step:
   3. `judge` labels every step GOOD or BAD; `keeps` filters whole trajectories: by their steps, by their outcome, by both or not at all.
   4. `train`: in each of some saved states a group of fresh actions is sampled, one message each; none is executed.
   5. `reward` of an action is the judge's word: 1 for GOOD, 0 for BAD or no verdict.
-  6. Policy gradient with the group's mean as baseline over the action's tokens, plus a small KL to the start model.
+  6. Policy gradient with the group's mean as baseline over the action's tokens, with a small KL to the start model (`--kl`; 0 in the tiny preset).
   7. Evaluation runs the tools again, on the trained task or the other one (`--eval-task`).
 
 Kept from the paper: tags, rules of the prompt, `query -> result`, at most 5 searches or 10 computations, the nearest passage as result, five
@@ -23,7 +23,8 @@ steps, the supervised arm on the same items (`--algorithm sft`). Changed, and wh
   - after the last query that is run one more message may answer; the paper limits queries in one place and steps in another.
   - a message that is neither ends the trajectory; one with a query and an answer counts as its answer (the paper forbids both).
   - in the tiny world the judge is a rule that knows what a question asks for and reads the conversation; elsewhere a model is asked
-    (`--judge`). The outcome filter asks it too, and in the tiny world compares with the gold answer; the other parts never see that.
+    (`--judge`). The outcome filter asks it too, and in the tiny world compares with the gold answer; the other parts never see that. The rule
+    never errs, so there a trajectory of good steps also ends right, and the filters `process` and `both` are one; with the paper's judge they differ.
   - numbers are exact: the paper shows 24.0 for 48 / 2, ours is 24.
 
 What to watch: `reward`, the share of GOOD actions, rises at once; `step_label` and `em` or `accuracy` on held-out questions follow.
