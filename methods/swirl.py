@@ -72,12 +72,12 @@ class Config:
     name: str = setting("", "name of the run's folder in runs/swirl/ (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of trajectories, their choice, data order and sampling", "ours")
     task: Task = setting("search", "tool and questions to learn from: a search engine, or a calculator", "paper §2.1")
-    eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper §3")
+    eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper table 2")
     steps: int = setting(30, "optimisation steps (one batch of saved states each)", "ours")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     # model and data
-    model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §3")
+    model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §2.1")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
@@ -107,7 +107,7 @@ class Config:
     judge: str = setting("oracle", "oracle (rules, tiny world), the URL of an OpenAI-compatible server (key in OPENAI_API_KEY), or a model as --model", "paper §2.2")
     judge_model: str = setting("", "name of the model the server shall answer with", "paper §2.2")
     judge_tokens: int = setting(512, "longest answer of a model that judges", "ours", "tokens")
-    step_labels: bool = setting(True, "let the judge label the steps of evaluations too", "paper §4")
+    step_labels: bool = setting(True, "let the judge label the steps of evaluations too", "paper table 3")
     # learning
     algorithm: Literal["reinforce", "grpo", "sft"] = setting("reinforce", "baseline alone, divided by the deviation too, or supervised on the items", "ours")
     prompts: int = setting(24, "saved states per step", "ours")
