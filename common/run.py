@@ -81,6 +81,9 @@ METRICS = {
     "update_s": "seconds spent on the update",
     "step_s": "seconds of the whole step",
     "n": "trajectories evaluated",
+    "step_label": "share of a trajectory's messages that the judge calls good: the mean inside each trajectory, then over trajectories",
+    "kept": "share of the saved trajectories that the filter keeps",
+    "items": "saved (state, action) items of the trajectories that are trained on",
 }
 
 
@@ -230,7 +233,7 @@ class Run:
         if kind == "train":
             self._progress(line)
         else:
-            shown = " ".join(f"{k} {line[k]:.3g}" for k in metrics if line[k] is not None and k in HEADLINES)
+            shown = " ".join(f"{k} {line[k] if isinstance(line[k], int) else format(line[k], '.3g')}" for k in metrics if line[k] is not None and k in HEADLINES)
             print(f"{_clear()}{kind} at step {step}: {shown}", flush=True)
 
     def _progress(self, line: dict) -> None:
@@ -331,14 +334,14 @@ class Run:
             raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
 
     # -- end
-    def finish(self, after: dict) -> None:
-        """Write summary.json: the run's own metric before and after, with bootstrap intervals over the held-out questions."""
+    def finish(self, after: dict, more: dict | None = None) -> None:
+        """Write summary.json: the run's own metric before and after, with bootstrap intervals over the held-out questions; and what else a method says."""
         before, metric = self.before, self.metric
         scores = {"interval_before": bootstrap_interval(before["scores"]), "interval_after": bootstrap_interval(after["scores"])}
         self.summary = {"method": self.method, "preset": self.config.preset, "seed": self.config.seed, "steps": self.total, "wall_s": round(self.wall_s, 1),
                         "metric": metric, "before": before[metric], "after": after[metric], "n": after["n"], **scores, "calls_before": before["calls"],
                         "calls_after": after["calls"], "valid_call_rate_before": before["valid_call_rate"], "valid_call_rate_after": after["valid_call_rate"],
-                        "peak_memory_mb": round(peak_memory_mb())}
+                        "peak_memory_mb": round(peak_memory_mb()), **(more or {})}
         write_atomic(self.folder / "summary.json", json.dumps({k: _finite(v) for k, v in self.summary.items()}, indent=1, allow_nan=False))
 
     def closing_line(self, report: Path) -> str:
@@ -348,7 +351,8 @@ class Run:
                 f"open {report}")
 
 
-HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
+HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity", "answered", "valid_call_rate",
+             "step_label", "loss", "kept", "items", "n")
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 

@@ -1,6 +1,7 @@
-"""The two tools that several methods share: a search engine and a Python interpreter. What a result looks like to the model is each method's own."""
+"""The tools that methods share: a search engine, a Python interpreter, a calculator. What a result looks like to the model is each method's own."""
 from collections.abc import Callable
 
+from common.calculator import CalculatorError, calculate
 from common.rollout import Tool, ToolCall, ToolFailure
 from common.sandbox import Outcome
 from common.search import Passage, open_retriever
@@ -27,3 +28,13 @@ def python_tool(sandbox, show: Callable[[Outcome], str | ToolFailure]) -> Tool:
     """Programs run in a sandbox of common/sandbox.py, each a process of its own: no call sees what another one defined."""
     return Tool(lambda calls: [show(outcome) for outcome in sandbox.run([c.argument for c in calls])],
                 batch=256, deadline_s=600)  # the sandbox has its own, shorter ones
+
+
+def calculator_tool() -> Tool:
+    """Exact arithmetic; an expression that has no value fails with the reason."""
+    def compute(call: ToolCall) -> str | ToolFailure:
+        try:
+            return calculate(call.argument)
+        except CalculatorError as error:
+            return ToolFailure(f"error: {error}")
+    return Tool(lambda calls: [compute(c) for c in calls], batch=256, deadline_s=60)

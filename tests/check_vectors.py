@@ -16,7 +16,7 @@ import torch
 
 from common.data import Example
 from common.rollout import Segment, ToolCall, Trajectory
-from common.run import rollout_metrics
+from common.run import eval_metrics, mean, rollout_metrics
 from common.search import Passage
 
 
@@ -218,7 +218,65 @@ def otc(data: dict) -> Iterator[Check]:
         yield Check(case["id"], "productivity", case["expected_tp"], None if got != got else got)
 
 
-ADAPTERS = {"search_r1": search_r1, "research": research, "torl": torl, "retool": retool, "otc": otc}  # file name -> its checks; a method's file has its own
+def swirl(data: dict) -> Iterator[Check]:
+    from common.tiny.world import questions
+    from methods import swirl as m
+    kinds = {"search_query": "search", "math_exp": "math", "calculator": "math", "none": None, "": None}  # other names for what we call so
+    for case in data.get("action_parse", []):
+        kind, content = m.parse_action(case["text"])
+        yield Check(case["id"], "kind", kinds.get(case["expected_kind"], case["expected_kind"]), kind)
+        yield Check(case["id"], "argument", case["expected_arg"] or "", content)
+    for case in data.get("observation", []):
+        yield Check(case["id"], "user turn", case["expected_user_turn"], m.wrap_result(case["query"], case["result"], ("", "")))
+    for case in data.get("judge_verdict", []):
+        found = m.verdict(case["judge_text"])
+        yield Check(case["id"], "verdict", case["expected_verdict"], found)
+        yield Check(case["id"], "label", case["expected_step_label"], m.reward(found, "answer")["total"])
+    for case in data.get("filters", []):
+        got = {name: m.keeps(case["step_labels"], case["final_correct"], {"process_and_outcome": "both"}.get(name, name)) for name in case["keep"]}
+        yield Check(case["id"], "keep", case["keep"], got)
+        t = Trajectory(Example("vector", "?", ("",)), 0, 0, "", [], segments=[Segment(a, "x", 0, 0) for _ in case["step_labels"] for a in ("model", "tool")][:-1])
+        yield Check(case["id"], "items", case["n_subtrajectories"], len(m.cut(t)))
+    for case in data.get("mean_process_label", []):
+        e = questions("eval", 1)[0]
+        rows = [Trajectory(e, 0, i, "", [], turns=1) for i, _ in enumerate(case["trajectories"])]
+        parts = [{"em": 0.0, "step_label": mean(labels)} for labels in case["trajectories"]]
+        yield Check(case["id"], "mean", float(case["expected_mean_process_label"]), eval_metrics("em", rows, parts)["step_label"])
+    for case in data.get("decomposition", []):
+        given, said = case["trajectory"], case["trajectory"]["actions"]
+        t, texts = Trajectory(Example("vector", "?", ("",)), 0, 0, given["prompt"], [0]), [given["prompt"]]
+        for i, action in enumerate(said):
+            for author, text in [("model", action), *(("tool", o) for o in given["observations"][i:i + 1])]:
+                t.append(author, text, [len(texts)], [-1.0])  # one id for each text
+                texts.append(text)
+        states = m.cut(t)
+        yield Check(case["id"], "states", case["expected_states"], [[texts[i] for i in ids] for ids, _, _, _ in states])
+        yield Check(case["id"], "histories", [x[1:] for x in case["expected_states"]], [[text for _, text in history] for _, history, _, _ in states])
+        yield Check(case["id"], "actions", case["expected_actions"], [action for _, _, _, action in states])
+        yield Check(case["id"], "trained", case["expected_actions"], [texts[ids[0]] for _, _, ids, _ in states])
+    for case in data.get("stopping", []):
+        query, done = "<search_query> {} </search_query>", case["queries_done"]
+        ran = play_swirl([query.format(i) for i in range(done)] + ["<answer> x </answer>" if case["answered"] else query.format("one more")], case["max_queries"])
+        yield Check(case["id"], "stop", case["expected_stop"], len(ran) == done)  # nothing more is run
+
+
+def play_swirl(messages: list[str], limit: int) -> list[str]:
+    """The queries that are run when a model says these messages, and the last one for ever."""
+    from functools import partial
+
+    from common.rollout import Budget, Tool, ToolPool, rollout
+    from methods import swirl as m
+    from tests.helpers import ScriptedEngine, byte_tokenizer, prompt
+    tokenizer, ran, pool = byte_tokenizer(), [], ToolPool(1)
+    engine = ScriptedEngine(tokenizer, lambda ids, seed: messages[min(tokenizer.decode(ids).count("[shown]"), len(messages) - 1)])
+    tool = Tool(lambda calls: [ran.append(c.argument) or "[shown]" for c in calls])
+    rollout(engine, tokenizer, [prompt(tokenizer, "P")], partial(m.environment, task="search", short=str, glue=("", "")), {"search": tool},
+            Budget(10, 100, 100, 5000, limit), pool)
+    pool.close()
+    return ran
+
+
+ADAPTERS = {"search_r1": search_r1, "research": research, "torl": torl, "retool": retool, "otc": otc, "swirl": swirl}  # file name -> its checks; a method's file has its own
 
 
 def run_folder(folder: Path) -> tuple[list[str], int]:

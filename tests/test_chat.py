@@ -1,0 +1,121 @@
+"""Chat turns from a template, and a second model that is asked: a server that behaves, and servers that do not."""
+import contextlib
+import http.server
+import json
+import threading
+import time
+
+import pytest
+
+from common import UserError
+from common.chat import Local, Server, next_user_turn, open_chat
+from common.policy import load_model
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """`answer(number, headers, body)` -> (status, body): bytes, or what becomes JSON; None: say nothing for a while."""
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.append((self.path, dict(self.headers), body))
+            status, content = answer(len(seen), self.headers, body)
+            if content is None:
+                time.sleep(1)
+                return
+            content = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def said(text):
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def test_answers_come_back_in_order_and_the_key_only_in_the_header(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k-123")
+    def answer(n, headers, body):
+        time.sleep(0.01 * (n % 3))
+        return said(body["messages"][0]["content"].upper())
+    with serving(answer) as (url, seen):
+        ask = open_chat(url, model="m", max_tokens=7)
+        assert ask([f"q{i}" for i in range(40)]) == [f"Q{i}" for i in range(40)] and ask([]) == []
+    path, headers, body = seen[-1]
+    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer k-123"
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0, 7)
+    assert "k-123" not in repr(vars(ask))
+
+
+def test_a_failure_that_passes_is_tried_again():
+    with serving(lambda n, h, b: said("yes") if n > 2 else (503 if n == 1 else 429, b"busy")) as (url, seen):
+        assert Server(url, "m", 5, backoff_s=0.001)(["?"]) == ["yes"] and len(seen) == 3
+
+
+@pytest.mark.parametrize("answer,reason", [
+    (lambda n, h, b: (500, b"oh"), "does not answer .HTTP 500; 3 tries"),
+    (lambda n, h, b: (401, b"no key"), "refused the request .HTTP 401.*key in .OPENAI_API_KEY"),
+    (lambda n, h, b: (302, b""), "refused the request .HTTP 302"),
+    (lambda n, h, b: (200, b"<html>"), "something else than a chat completion"),
+    (lambda n, h, b: (200, {"choices": []}), "something else than a chat completion"),
+    (lambda n, h, b: (200, {"choices": [{"message": {"content": [1]}}]}), "something else than a chat completion"),
+    (lambda n, h, b: (200, b"x" * 5_000), "more than 4,000 bytes"),
+    (lambda n, h, b: (200, None), "does not answer .*3 tries"),
+])
+def test_a_server_that_fails_ends_in_one_sentence(answer, reason):
+    with serving(answer) as (url, _), pytest.raises(UserError, match=reason) as caught:
+        Server(url, "m", 5, timeout_s=0.3, retries=2, backoff_s=0.001, max_answer_bytes=4_000)(["a", "b"])
+    assert "\n" not in str(caught.value)
+
+
+def test_no_server_no_model_no_address():
+    with pytest.raises(UserError, match="does not answer"):
+        Server("http://127.0.0.1:9/v1", "m", 5, retries=1, backoff_s=0.001)(["?"] * 50)
+    with pytest.raises(UserError, match="name the one"):
+        Server("http://127.0.0.1:9/v1", "", 5)
+    with pytest.raises(UserError, match="without user or password"):
+        Server("http://me:secret@127.0.0.1:9/v1", "m", 5)
+
+
+def test_one_failure_ends_the_batch():
+    with serving(lambda n, h, b: (400, b"bad")) as (url, seen), pytest.raises(UserError):
+        Server(url, "m", 5, at_once=2)([str(i) for i in range(200)])
+    assert len(seen) <= 4
+
+
+def test_a_model_of_its_own():
+    ask = Local("tiny", 6)
+    once = ask(["What is 3 + 4?", "Who?"])
+    assert ask(["Who?"]) == once[1:] and len(once) == 2
+    with pytest.raises(UserError, match="more than the"):
+        ask(["word " * 5_000])
+
+
+def test_next_user_turn_of_a_template():
+    _, tokenizer = load_model("tiny")
+    assert next_user_turn(tokenizer, [tokenizer.eos_token_id]) == ("\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(UserError, match="end token"):
+        next_user_turn(tokenizer, [tokenizer.encode("a")[0]])
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' or loop.last %}<{{ m['role'] }}>{{ m['content'] }}{% endif %}{% endfor %}<assistant>"
+    with pytest.raises(UserError, match="only appends"):  # earlier replies are dropped, as thoughts are by some templates
+        next_user_turn(tokenizer, [tokenizer.eos_token_id])
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        next_user_turn(tokenizer, [tokenizer.eos_token_id])
+    tokenizer.chat_template = template
