@@ -265,7 +265,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example], list[Example]]
     stage1_set = load_examples(cfg.stage1_data) if cfg.stage1_data else train_set
     if not cfg.corpus and not all(isinstance(e.meta.get("world"), int) for e in stage1_set + train_set + eval_set):
         raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")
-    if shared := shared_questions(stage1_set, eval_set):
+    if cfg.stage1_data and cfg.corpus and (shared := shared_questions(stage1_set, eval_set)):  # tiny worlds share questions, not answers
         raise UserError(f"--stage1-data {cfg.stage1_data}: {len(shared)} of its questions are held out, such as {shared[0]!r}; give other "
                         "--eval-data, or leave them out")
     return stage1_set, train_set, eval_set
