@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research
+.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research r1_searcher
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -39,6 +39,9 @@ otc: setup  ## OTC, on search or on programs (ARGS="--help" shows every flag)
 
 swirl: setup  ## SWiRL, on search or on a calculator (ARGS="--help" shows every flag)
 	$(V) -m methods.swirl $(ARGS)
+
+r1_searcher: setup  ## R1-Searcher; its stage files: ARGS="--select" (ARGS="--help" shows every flag)
+	$(V) -m methods.r1_searcher $(ARGS)
 
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
 	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)

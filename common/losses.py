@@ -100,6 +100,24 @@ def whiten(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.where(mask_BT, (x_BT - picked_N.mean()) * torch.rsqrt(picked_N.var() + 1e-8), 0.0)
 
 
+def reinforce_plus_plus(rewards_PG: Tensor, penalty_BT: Tensor, steps_BT: Tensor, scale: Literal["batch", "group"] = "batch") -> Tensor:
+    """REINFORCE++ with a group's mean as its baseline (arXiv 2501.03262). Returns advantages_BT, float32, 0 outside the steps.
+
+    R is a trajectory's reward, penalty_s what step s costs (a KL coefficient times k1), both sums over the group's rows or the row's steps:
+        batch:  G_t = R - mean(R) - sum over s >= t of penalty_s          A_t = (G_t - mean(G)) / sqrt(var(G) + 1e-8) over all steps of the batch
+        group:  A_t = (R - mean(R)) / (std(R) + 1e-6) - sum over s >= t of penalty_s
+    as OpenRLHF's `reinforce_baseline` and `group_norm`. Rows are trajectories, the samples of a prompt next to each other. With "batch" a
+    group of equal rewards has G = 0 but not always A = 0: it lies above or below the batch's mean over tokens, which long rows pull.
+    Raises ValueError if a reward is not finite, if rows and rewards do not match, or, with "batch", if there are fewer than two steps.
+    """
+    if rewards_PG.numel() != len(steps_BT):
+        raise ValueError(f"{rewards_PG.numel()} rewards for {len(steps_BT)} trajectories")
+    centred_PG = group_advantages(rewards_PG, std="none" if scale == "batch" else "unbiased")
+    rewards_BT = rewards_at_end(centred_PG.flatten(), steps_BT) - torch.where(steps_BT, penalty_BT, 0.0)
+    returns_BT = returns(rewards_BT, steps_BT, gamma=1.0)
+    return whiten(returns_BT, steps_BT) if scale == "batch" else returns_BT
+
+
 # ---- losses --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -276,7 +276,34 @@ def play_swirl(messages: list[str], limit: int) -> list[str]:
     return ran
 
 
-ADAPTERS = {"search_r1": search_r1, "research": research, "torl": torl, "retool": retool, "otc": otc, "swirl": swirl}  # file name -> its checks; a method's file has its own
+def r1_searcher(data: dict) -> Iterator[Check]:
+    from common.rollout import Call, Turn
+    from methods import r1_searcher as m
+    base = m.Config()
+    results = r"(?<=<\|end_of_query\|>)\s*<\|begin_of_documents\|>.*?<\|end_of_documents\|>\s*"  # what follows a query; other blocks are invented
+    stages = {"r1_searcher_llama_stage1": (1, "llama"), "r1_searcher_llama_stage2": (2, "llama"), "r1_searcher_qwen_zero": (2, "qwen")}
+    for name, (stage, family) in stages.items():
+        for case in data.get(name, {}).get("cases", []):
+            eos = data[name]["eos"]
+            response = case["response"]
+            while response.endswith(eos):
+                response = response.removesuffix(eos)
+            as_scored = as_trajectory(case["prompt"], response + eos, results, gold=(case["ground_truth"],))  # the original appends one end token
+            original = replace(base, family=family, stage1_reward="code", score_scope="all")
+            yield Check(case["id"], f"stage {stage}, {family}", case["expected"], m.reward(as_scored, as_scored.example, original, stage)["total"])
+            if "paper_expected" in case:  # stage 1: the paper's own rule, of what the model wrote; stage 2: the code's with the paper's penalty
+                t = as_trajectory(case["prompt"], response, results, gold=(case["ground_truth"],)) if stage == 1 else as_scored
+                paper = replace(base, family="paper", stage1_reward="paper", score_scope="model" if stage == 1 else "all")
+                yield Check(case["id"], f"stage {stage}, paper", case["paper_expected"], m.reward(t, t.example, paper, stage)["total"])
+    for case in data.get("rollout_r1_searcher_query", []):
+        text = case["generated_without_stop"] + (case["stop_reason"] or "")
+        action = m.environment(Turn(text, "stop" if case["stop_reason"] else "eos", 0, False), None)
+        searches = isinstance(action, Call)
+        yield Check(case["id"], "action, query", (case["action"], case["query"]), ("search" if searches else "finish", action.argument if searches else None))
+
+
+# file name -> its checks; a method's file has its own
+ADAPTERS = {f.__name__: f for f in (search_r1, research, r1_searcher, torl, retool, otc, swirl)}
 
 
 def run_folder(folder: Path) -> tuple[list[str], int]:

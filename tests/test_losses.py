@@ -149,6 +149,28 @@ def test_rewards_that_are_not_finite_are_refused():
         losses.group_advantages(torch.tensor([[1.0, NAN]]))
 
 
+def test_reinforce_plus_plus_by_hand():
+    # Two prompts, two samples. Rewards less the group's mean: 0.5, -0.5 and 0, 0. Row 0 has an observation in the middle, row 3 a penalty
+    # of 0.3 on its second step, which its first step pays for too. G = 0.5, 0.5 | -0.5 | 0, 0, 0 | -0.3, -0.3: mean -0.0125.
+    rewards_PG = torch.tensor([[1.0, 0.0], [5 / 7, 5 / 7]])
+    steps_BT = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0]]).bool()
+    penalty_BT = torch.full((4, 4), NAN).masked_fill(steps_BT, 0.0)
+    penalty_BT[3, 2] = 0.3
+    by_hand_N = torch.tensor([0.5, 0.5, -0.5, 0, 0, 0, -0.3, -0.3])
+    close(losses.reinforce_plus_plus(rewards_PG, penalty_BT, steps_BT)[steps_BT], (by_hand_N + 0.0125) / (by_hand_N.var() + 1e-8).sqrt())
+    by_group_BT = losses.reinforce_plus_plus(rewards_PG, penalty_BT, steps_BT, "group")
+    close(by_group_BT[steps_BT], torch.cat((losses.group_advantages(rewards_PG).flatten()[[0, 0, 1]], by_hand_N[3:])))
+    assert (by_group_BT[~steps_BT] == 0).all() and (losses.reinforce_plus_plus(rewards_PG, penalty_BT, steps_BT)[~steps_BT] == 0).all()
+
+
+def test_reinforce_plus_plus_of_a_batch_without_a_difference_is_exactly_zero():
+    rewards_PG, steps_BT = torch.tensor([[5 / 7] * 3, [-2.0] * 3]), torch.ones(6, 4, dtype=torch.bool)
+    for scale in ("batch", "group"):
+        assert (losses.reinforce_plus_plus(rewards_PG, torch.zeros(6, 4), steps_BT, scale) == 0).all()
+    with pytest.raises(ValueError, match="6 rewards for 5 trajectories"):
+        losses.reinforce_plus_plus(rewards_PG, torch.zeros(5, 4), steps_BT[:5])
+
+
 def test_rewards_at_end_allows_a_row_without_steps():
     steps_BT = torch.tensor([[False, True, False], [False, False, False]])
     assert losses.rewards_at_end(torch.tensor([2.0, 5.0]), steps_BT).tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
