@@ -41,6 +41,11 @@ METRICS = {
     "valid": "share of trajectories whose blocks stand in the order the protocol asks for",
     "retrieved": "share of trajectories in which a search result held a gold answer",
     "answered": "share of trajectories with an answer between its tags",
+    "format": "share of replies in the form the method asks for",
+    "names": "share of replies that call exactly the right tools, whatever their arguments",
+    "correctness": "graded score of the calls, on the scale of the reward",
+    "length": "length reward: words of the thought over their target, at most 1",
+    "irrelevance": "of the requests that no tool serves, the share answered without a call that can be read, as BFCL counts it",
     "em_if_answered": "exact match among the trajectories that gave an answer in its tags",
     "calls": "mean tool calls per trajectory",
     "calls_*": "mean tool calls on questions that need this many look-ups, or problems of this kind",
@@ -248,7 +253,7 @@ class Run:
         sampled = int(x.sampled_BT.sum())
         reused = engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"]
         self.log("train", step, {
-            "reward": float(totals.mean()), **{f"reward_{k}": mean(p[k] for p in parts) for k in parts[0] if k != "total"},
+            "reward": float(totals.mean()), **{f"reward_{k}": v for k, v in part_means(parts).items()},
             **rollout_metrics(trajectories, parts, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
             **{f"sampler_ratio_{k}": v for k, v in ratio.items()}, "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
             **more, "sampled_tokens": sampled, "tokens_per_s": sampled / clock.laps["sample_s"], "cached_share": reused / max(1, reused + engine.counters["prefilled_tokens"]),
@@ -343,7 +348,7 @@ class Run:
                 f"open {report}")
 
 
-HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
+HEADLINES = ("em", "accuracy", "names", "format", "irrelevance", "f1", "em_1hop", "em_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
@@ -391,9 +396,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     return out
 
 
+def part_means(parts: Sequence[dict]) -> dict[str, float]:
+    """Mean of every named part of the reward over the trajectories that have it."""
+    return {k: mean(p[k] for p in parts if k in p) for k in dict.fromkeys(k for p in parts for k in p) if k != "total"}
+
+
 def eval_metrics(metric: str, trajectories: Sequence[Trajectory], parts: Sequence[dict]) -> dict[str, float]:
     """Means of the reward's parts, in all and by number of look-ups or kind of problem where the data say it."""
-    out = {"n": len(parts), **{k: mean(p[k] for p in parts) for k in parts[0] if k != "total"}, **rollout_metrics(trajectories, parts, metric)}
+    out = {"n": len(parts), **part_means(parts), **rollout_metrics(trajectories, parts, metric)}
     if "answered" in parts[0]:
         out[f"{metric}_if_answered"] = mean(p[metric] for p in parts if p["answered"])
     for name in ("hops", "kind"):

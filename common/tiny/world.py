@@ -7,6 +7,7 @@ Names are single words (a book is "The" and a word), so that each is one entry o
 two million parameters one step, and what is left to learn is when to look up what.
 """
 import ast
+import json
 import operator
 import random
 from dataclasses import dataclass, field
@@ -288,3 +289,16 @@ def request(seed: int, number: int) -> Request:
     text = " and ".join(t.ask.format(*arguments.values()) for t, (_, arguments) in zip(wanted, calls))
     text = f"Please {text}." if wanted else rng.choice(CHAT)
     return Request(f"r{seed}-{number}", text, tuple(offered), tuple(calls) if n_calls else ())
+
+
+def requests(split: str, n: int, seed: int = 0) -> list[Example]:
+    """n requests for a split, as `questions`; meta: messages, tools (their parameters as JSON schema) and kind (none, single or parallel).
+    The gold is a JSON list of calls. Training and held-out requests are the same only by chance."""
+    base, out = EVAL if split == "eval" else 1000 * seed, []
+    for i in range(n):
+        r = request(base, i)
+        tools = [{"name": t.name, "description": t.description, "parameters": {"type": "object", "properties": {
+            p: {"type": kind, "description": text} for p, (kind, text) in t.parameters.items()}}} for t in r.tools]
+        out.append(Example(r.id, r.text, (json.dumps([{"name": name, "arguments": arguments} for name, arguments in r.calls]),), {
+            "kind": ("none", "single", "parallel")[len(r.calls)], "messages": [{"role": "user", "content": r.text}], "tools": tools}))
+    return out
