@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl
+.PHONY: help setup test search_r1 torl retool otc toolrl tool_n1 eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -33,6 +33,12 @@ retool: setup  ## ReTool (ARGS="--help" shows every flag)
 
 otc: setup  ## OTC, on search or on programs (ARGS="--help" shows every flag)
 	$(V) -m methods.otc $(ARGS)
+
+toolrl: setup  ## ToolRL: graded reward for tool calls (ARGS="--help" shows every flag)
+	$(V) -m methods.toolrl $(ARGS)
+
+tool_n1: setup  ## Tool-N1: binary reward for tool calls (ARGS="--help" shows every flag)
+	$(V) -m methods.tool_n1 $(ARGS)
 
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
 	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)

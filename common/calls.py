@@ -106,6 +106,8 @@ def _split_arguments(text: str, start: int) -> tuple[list[str], int]:
             depth += 1
         elif c in ")]}" and depth:
             depth -= 1
+        elif c in "]}":
+            raise ValueError("a bracket in a call is closed that was not opened")
         elif c in ",)" and not depth:
             pieces.append(text[start:at])
             start = at + 1

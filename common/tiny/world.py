@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from common.data import Example
+from common.data import Example, trajectory_seed
 from common.search import BM25, Passage
 
 FIRST = ("Mira Tomas Elena Viktor Nadia Oscar Petra Ruben Sofia Hugo Irena Jonas Klara Leo Marta Nils Olga Pavel Rosa Stefan "
@@ -293,10 +293,13 @@ def request(seed: int, number: int) -> Request:
 
 def requests(split: str, n: int, seed: int = 0) -> list[Example]:
     """n requests for a split, as `questions`; meta: messages, tools (their parameters as JSON schema) and kind (none, single or parallel).
-    The gold is a JSON list of calls. Training and held-out requests are the same only by chance."""
-    base, out = EVAL if split == "eval" else 1000 * seed, []
-    for i in range(n):
-        r = request(base, i)
+    The gold is a JSON list of calls. There are few ways to ask for a timer, so a hash of the text says which side a request is for; only
+    small talk is on both."""
+    base, out, number = EVAL if split == "eval" else 1000 * seed, [], 0
+    while len(out) < n:
+        r, number = request(base, number), number + 1
+        if (trajectory_seed(r.id if r.text in CHAT else r.text) % 5 == 0) != (split == "eval"):
+            continue
         tools = [{"name": t.name, "description": t.description, "parameters": {"type": "object", "properties": {
             p: {"type": kind, "description": text} for p, (kind, text) in t.parameters.items()}}} for t in r.tools]
         out.append(Example(r.id, r.text, (json.dumps([{"name": name, "arguments": arguments} for name, arguments in r.calls]),), {
