@@ -50,7 +50,7 @@ METRICS = {
     "calls": "mean tool calls per trajectory",
     "calls_*": "mean tool calls on questions that need this many look-ups, or problems of this kind",
     "valid_call_rate": "share of model turns, other than answers, that were a usable tool call",
-    "call_*": "share of tool calls with this outcome: ok, empty, error, timeout, memory",
+    "call_*": "share of tool calls with this outcome: ok, empty, error, timeout, memory; not_run where the method runs none",
     "code": "share of trajectories that hold a program",
     "pass_right": "share of tool calls that ran without an error, in trajectories with a right answer",
     "pass_wrong": "share of tool calls that ran without an error, in trajectories with a wrong answer",

@@ -83,6 +83,17 @@ def f1(*, pred: str, gold: str | Iterable[str], normalise: Callable[[str], str] 
     return _best(score, pred, gold, normalise)
 
 
+def greedy_pairing(scores: Sequence[Sequence[float]]) -> float:
+    """The sum when every row in turn takes the best column that is left: the first of equals, and none for a score of 0. Source: ToolRL `rlla.py`."""
+    total, taken = 0.0, set()
+    for row in scores:
+        best = max((i for i in range(len(row)) if i not in taken), key=lambda i: row[i], default=None)
+        if best is not None and row[best] > 0:
+            taken.add(best)
+            total += row[best]
+    return total
+
+
 def best_pairing(scores: Sequence[Sequence[float]]) -> float:
     """The largest sum when rows are paired with columns, each used at most once; scores are at least 0. Kuhn-Munkres: O(rows^2 * columns)
     for the fewer as rows."""

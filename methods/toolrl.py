@@ -266,17 +266,6 @@ def overlap(a: list, b: list) -> float:
     return shared / max(1, len(a) + len(b) - shared)
 
 
-def greedy(scores_GP: list[list[float]]) -> float:
-    """Every gold call in turn takes the best call that is left; the first of equals, and none that scores nothing (code rlla.py)."""
-    total, taken = 0.0, set()
-    for row in scores_GP:
-        best = max((i for i in range(len(row)) if i not in taken), key=lambda i: row[i], default=None)
-        if best is not None and row[best] > 0:
-            taken.add(best)
-            total += row[best]
-    return total
-
-
 def call_score(text: str, gold: list[dict], cfg: Config) -> float:
     """How nearly the calls of a reply are the gold ones, 0 to 1 (paper §3.3, code rlla.py); 0 where they cannot be read."""
     same = overlap if cfg.granularity != "finegrained" else lambda a, b: float(a == b)
@@ -299,8 +288,9 @@ def call_score(text: str, gold: list[dict], cfg: Config) -> float:
         scores_GP = [[pair(g, p) for p in found] for g in gold]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no JSON, no call, or nested too deep to compare
         return 0.0
+    pairing = scoring.greedy_pairing if cfg.matching == "greedy" else scoring.best_pairing
     most = 1 + sum(1 if cfg.granularity == "intermediate" else 1 + len(g["parameters"]) for g in gold)
-    return (names + (greedy if cfg.matching == "greedy" else scoring.best_pairing)(scores_GP)) / most
+    return (names + pairing(scores_GP)) / most
 
 
 def ranges(cfg: Config, step: int) -> tuple[float, float, float, float]:
