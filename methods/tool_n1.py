@@ -113,7 +113,7 @@ class Config:
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything, and a supervised start, as it never keeps to the form by itself
-        model="smollm2", data="", steps=30, prompts=4, samples=4, prompt_tokens=768, turn_tokens=128, lr=2e-5, sft_steps=12, sft_batch=8,
+        model="smollm2", data="", steps=30, prompts=4, samples=4, prompt_tokens=1024, turn_tokens=160, lr=2e-5, sft_steps=12, sft_batch=8,
         sft_lr=1e-4, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 7B, as qwen.sh; its 7 epochs would be 427 steps, but every curve of the paper ends near 150
         model="Qwen/Qwen2.5-7B-Instruct", device="cuda", data="Salesforce/xlam-function-calling-60k,Team-ACE/ToolACE", steps=150, prompts=1024,

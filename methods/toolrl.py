@@ -129,7 +129,7 @@ class Config:
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything, and a supervised start, as it never keeps to the form by itself
-        model="smollm2", data="", steps=30, prompts=4, samples=4, prompt_tokens=768, turn_tokens=128, length_target=64, lr=2e-5, sft_steps=12,
+        model="smollm2", data="", steps=30, prompts=4, samples=4, prompt_tokens=1024, turn_tokens=160, length_target=64, lr=2e-5, sft_steps=12,
         sft_batch=8, sft_lr=1e-4, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 3B, GRPO from a cold start as run_grpo.sh; for PPO add --algorithm ppo --samples 1; SFT4k is --sft-steps 735
         model="Qwen/Qwen2.5-3B-Instruct", device="cuda", data="emrecanacikgoz/ToolRL", steps=105, prompts=512, samples=4, prompt_tokens=2048,
