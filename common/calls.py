@@ -14,17 +14,20 @@ Understood, told apart by their columns, in every file or hub data set that comm
                                         every assistant turn that calls, and with `no_call` for every other one
     prompt, reward_model.ground_truth   what ToolRL and Tool-N1 publish
     messages, tools, answers            rows in the form above
+and, to evaluate on, `bfcl:CATEGORIES` and `api_bank:FOLDER` (common/bfcl.py).
 """
 import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from common import UserError
+from common.bfcl import load_benchmark, print_summary, summary
 from common.data import Example, read_rows
 
 SHOWN = 5
+KINDS = ("none", "single", "parallel")
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "function_call": "assistant", "tool": "tool", "observation": "tool"}
 
 
@@ -128,6 +131,15 @@ def _literal(text: str):
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
+def print_benchmark(answers: Sequence[tuple[Example, list[tuple[str, str]] | None]], asked: int) -> None:
+    """The table of BFCL's and API-Bank's own graders for (example, calls read from the reply); nothing for other examples."""
+    if "category" in answers[0][0].meta:
+        print_summary(summary([(e, None if calls is None else [{"name": name, "arguments": json.loads(arguments)} for name, arguments in calls])
+                               for e, calls in answers]))
+        if len(answers) < asked:
+            print(f"{asked - len(answers)} of {asked} requests are not in it: their prompts are longer than --prompt-tokens")
+
+
 # ---- loading ----------------------------------------------------------------------------------------------------------
 class BadRow(ValueError):
     """Why a row, or one turn of it, cannot be used."""
@@ -139,6 +151,11 @@ def load_requests(spec: str, *, split: str = "train", limit: int | None = None, 
 
     `gold_calls` is how a method reads the gold of an example: a ValueError of it, or a broken row, raises one UserError that names the first
     rows and what is wrong. In xLAM and ToolACE, which are raw, such rows and turns are left out, and a warning counts them by reason."""
+    if (benchmark := load_benchmark(spec, limit)) is not None:
+        for e in benchmark:  # the system message of API-Bank's rows is ToolRL's prompt once more
+            e.meta["messages"] = [m for m in e.meta["messages"] if not (m["role"] == "system" and e.meta["source"] == "api_bank")]
+            e.meta["kind"] = KINDS[min(2, len(read_gold(e.answers[0])))]
+        return benchmark
     examples, bad, left_out, seen = [], [], {}, 0
     for part, place, row in ((part.strip(), *found) for part in spec.split(",") for found in read_rows(part.strip(), split)):
         if limit and len(examples) >= limit:
@@ -157,7 +174,7 @@ def load_requests(spec: str, *, split: str = "train", limit: int | None = None, 
                     bad.append(f"{place}: {error}")
                 continue
             examples.append(found)
-            found.meta.update(source=name, kind=("none", "single", "parallel")[min(2, len(calls))])
+            found.meta.update(source=name, kind=KINDS[min(2, len(calls))])
     if bad:
         more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         raise UserError(f"{len(bad)} of {seen} rows of {spec!r} cannot be used (rows count from 0): {'; '.join(bad[:SHOWN])}{more}. Mend or delete them")

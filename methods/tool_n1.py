@@ -45,7 +45,7 @@ from typing import Literal
 import torch
 
 from common import losses
-from common.calls import canonical, load_requests, loads, read_gold
+from common.calls import canonical, load_requests, loads, print_benchmark, read_gold
 from common.data import Example, order, training_and_held_out
 from common.engine import HFEngine
 from common.policy import load_model, lr_at, make_optimizer, save_policy
@@ -74,7 +74,7 @@ class Config:
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
     data: str = setting("tiny", "training requests: tiny, or files and hub data sets (Tool-N1's, xLAM, ToolACE) with commas between them", "paper Tab. 1")
     no_call_turns: bool = setting(False, "ToolACE: turns without a call are requests too, with the empty list", "code raw_data_process.py")
-    eval_data: str = setting("", "held-out requests, as --data (default: split off from the training requests)", "ours")
+    eval_data: str = setting("", "held-out requests, as --data; also bfcl:CATEGORIES or api_bank:FOLDER (default: split off from the training requests)", "ours")
     eval_questions: int = setting(200, "held-out requests", "ours")
     eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same requests); 0: only before and after", "code qwen.sh")
     save_every: int = setting(20, "checkpoint every so many steps", "code qwen.sh")
@@ -146,9 +146,11 @@ def write_reply(calls: list[dict], think: bool = True) -> str:
 
 def render(example: Example, tokenizer, template: str = PROMPT) -> str:
     """The prompt text, through the chat template if the tokenizer has one; rows that come with a finished prompt keep it."""
+    system = "".join(m["content"] + "\n\n" for m in example.meta.get("messages", ()) if m["role"] == "system")
     messages = example.meta.get("prompt") or [
-        {"role": "system", "content": template.replace("{tools}", list_tools(example.meta["tools"]))},
-        *({**m, "content": neutralise(m["content"])} if m["role"] == "tool" else m for m in example.meta["messages"])]
+        {"role": "system", "content": system + template.replace("{tools}", list_tools(example.meta["tools"]))},
+        *({**m, "content": neutralise(m["content"])} if m["role"] == "tool" else m
+          for m in example.meta["messages"] if m["role"] != "system")]
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages) + "\n"
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -256,7 +258,8 @@ def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], pr
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training requests, held-out requests)."""
     if cfg.data == "tiny":
-        return requests("train", 4096, cfg.seed), requests("eval", cfg.eval_questions)
+        held_out = load_requests(cfg.eval_data, split="test", limit=cfg.eval_questions) if cfg.eval_data else requests("eval", cfg.eval_questions)
+        return requests("train", 4096, cfg.seed), held_out
     return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, functools.partial(
         load_requests, no_call=cfg.no_call_turns, gold_calls=truth_calls))
 
@@ -284,7 +287,9 @@ def train(cfg: Config) -> None:
         return trajectories, [reward(t, t.example, cfg) for t in trajectories]
 
     if cfg.evaluate:
-        return print_evaluation(cfg.evaluate, "accuracy", cfg, *answer_eval())
+        trajectories, parts = answer_eval()
+        print_benchmark([(t.example, read_calls(t.model_text)) for t in trajectories], asked=len(eval_set))
+        return print_evaluation(cfg.evaluate, "accuracy", cfg, trajectories, parts)
     run = Run(cfg, method="tool_n1", metric="accuracy", total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
     trained = {"model": model, "optimizer": optimizer, **({"reference": reference} if reference and cfg.sft_steps else {})}
     first = run.restore(trained) if cfg.resume else 0

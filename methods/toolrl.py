@@ -51,7 +51,7 @@ from typing import Literal
 import torch
 
 from common import losses, scoring
-from common.calls import canonical, load_requests, loads, read_gold
+from common.calls import canonical, load_requests, loads, print_benchmark, read_gold
 from common.data import Example, order, training_and_held_out
 from common.engine import HFEngine
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
@@ -79,7 +79,7 @@ class Config:
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
     data: str = setting("tiny", "training requests: tiny, or files and hub data sets (ToolRL's, xLAM, ToolACE) with commas between them", "paper §4.1")
-    eval_data: str = setting("", "held-out requests, as --data (default: split off from the training requests)", "ours")
+    eval_data: str = setting("", "held-out requests, as --data; also bfcl:CATEGORIES or api_bank:FOLDER (default: split off from the training requests)", "ours")
     eval_questions: int = setting(200, "held-out requests", "ours")
     eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same requests); 0: only before and after", "code run_grpo.sh")
     save_every: int = setting(20, "checkpoint every so many steps", "code run_grpo.sh")
@@ -164,9 +164,11 @@ def write_reply(calls: list[dict], response: str = "I have no tool for that.") -
 
 
 def history(messages: list[dict]) -> str:
-    """The dialogue so far as one text."""
-    turns = []
-    for m in messages:
+    """The dialogue so far as one text; API-Bank's rows bring it written out."""
+    turns, spoken = [], [m for m in messages if m["role"] != "system"]
+    if spoken[0]["content"].startswith("**Dialogue Record"):
+        return spoken[0]["content"]
+    for m in spoken:
         if m["role"] == "tool":
             turns[-1] += f"\n<obs> {neutralise(m['content'])} </obs>"
         elif m["role"] == "user":
@@ -181,8 +183,9 @@ def history(messages: list[dict]) -> str:
 
 def render(example: Example, tokenizer, template: str = PROMPT) -> str:
     """The prompt text, through the chat template if the tokenizer has one; rows that come with a finished prompt keep it."""
+    system = "".join(m["content"] + "\n\n" for m in example.meta.get("messages", ()) if m["role"] == "system")
     messages = example.meta.get("prompt") or [
-        {"role": "system", "content": template.replace("{tools}", list_tools(example.meta["tools"]))},
+        {"role": "system", "content": system + template.replace("{tools}", list_tools(example.meta["tools"]))},
         {"role": "user", "content": history(example.meta["messages"])}]
     if tokenizer.chat_template is None:
         return "\n\n".join(m["content"] for m in messages) + "\n"
@@ -362,7 +365,8 @@ def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], pr
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training requests, held-out requests)."""
     if cfg.data == "tiny":
-        return requests("train", 4096, cfg.seed), requests("eval", cfg.eval_questions)
+        held_out = load_requests(cfg.eval_data, split="test", limit=cfg.eval_questions) if cfg.eval_data else requests("eval", cfg.eval_questions)
+        return requests("train", 4096, cfg.seed), held_out
     return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, functools.partial(load_requests, gold_calls=truth_calls))
 
 
@@ -392,7 +396,9 @@ def train(cfg: Config) -> None:
         return trajectories, [reward(t, t.example, cfg, cfg.steps) for t in trajectories]
 
     if cfg.evaluate:
-        return print_evaluation(cfg.evaluate, "accuracy", cfg, *answer_eval())
+        trajectories, parts = answer_eval()
+        print_benchmark([(t.example, read_calls(t.model_text)) for t in trajectories], asked=len(eval_set))
+        return print_evaluation(cfg.evaluate, "accuracy", cfg, trajectories, parts)
     run = Run(cfg, method="toolrl", metric="accuracy", total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
     trained = {"model": model, "optimizer": optimizer, **({"critic": critic, "critic_optimizer": critic_optimizer} if critic else {}),
                **({"reference": reference} if reference and cfg.sft_steps else {})}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import UserError
-from common.calls import canonical, load_requests, parse_bracket_calls, read_gold
+from common import UserError, bfcl
+from common.calls import canonical, load_requests, parse_bracket_calls, print_benchmark, read_gold
 from common.data import training_and_held_out
 from common.tiny.world import CHAT, requests
 from methods import tool_n1, toolrl
@@ -179,3 +179,34 @@ def test_tiny_requests():
         assert all(set(c["arguments"]) == set(tools[c["name"]]) and all(str(v) in e.question for v in c["arguments"].values()) for c in gold)
     shared = {e.question for e in rows} & {e.question for e in requests("train", 4096)}
     assert shared <= set(CHAT) and 150 < len({e.question for e in rows} - set(CHAT))
+
+
+needs_package = pytest.mark.skipif(not bfcl.FOLDER.is_dir(), reason="bfcl-eval is not installed: make setup_bfcl")
+
+
+@needs_package
+@pytest.mark.parametrize("method", [toolrl, tool_n1], ids=["toolrl", "tool_n1"])
+def test_gold_replies_of_the_leaderboard_pass_through_prompt_reply_and_grader(method, capsys):
+    """What a method would write for the gold calls is read back and graded as right, and every prompt can be rendered."""
+    tokenizer = type("T", (), {"chat_template": "x", "apply_chat_template": lambda self, messages, **_: messages})()
+    examples = load_requests("bfcl:simple_python,parallel_multiple,irrelevance,live_multiple", limit=40)
+    for e in examples:
+        messages = method.render(e, tokenizer)
+        assert [x["role"] for x in messages][:2] == ["system", "user"] and all(t["name"] in messages[0]["content"] for t in e.meta["tools"])
+    answers = [(e, method.read_calls(method.gold_reply(e))) for e in examples]
+    got = bfcl.summary([(e, [{"name": n, "arguments": json.loads(a)} for n, a in calls]) for e, calls in answers])["categories"]
+    assert {name: cell["strict"] for name, cell in got.items()} == dict.fromkeys(("simple_python", "parallel_multiple", "irrelevance", "live_multiple"), 1.0)
+    print_benchmark(answers[:-1] + [(examples[-1], None)], asked=161)
+    shown = capsys.readouterr().out
+    assert "live_multiple" in shown and "1 of 161 requests are not in it" in shown
+
+
+def test_api_bank_rows_keep_their_history_and_take_our_prompt(tmp_path):
+    row = {"system": "**Available Tools**\n1. Name: Ping\nDescription: d\nParameters: {'host': {'description': 'h', 'type': 'str'}}\n\n**Steps**",
+           "user": "**Dialogue Records History**\n<user> Ping a. </user>", "answer": {"name": "Ping", "parameters": {"host": "a"}}, "other": {}}
+    (tmp_path / "level-1-api_processed.json").write_text(json.dumps([row]))
+    e, = load_requests(f"api_bank:{tmp_path}")
+    tokenizer = type("T", (), {"chat_template": "x", "apply_chat_template": lambda self, messages, **_: messages})()
+    for method in (toolrl, tool_n1):
+        system, user = method.render(e, tokenizer)
+        assert user["content"] == row["user"] and "Ping" in system["content"] and "**Steps**" not in system["content"]
