@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research r1_searcher
+.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research r1_searcher toolrl tool_n1
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,6 +42,12 @@ swirl: setup  ## SWiRL, on search or on a calculator (ARGS="--help" shows every 
 
 r1_searcher: setup  ## R1-Searcher; its stage files: ARGS="--select" (ARGS="--help" shows every flag)
 	$(V) -m methods.r1_searcher $(ARGS)
+
+toolrl: setup  ## ToolRL: graded reward for tool calls (ARGS="--help" shows every flag)
+	$(V) -m methods.toolrl $(ARGS)
+
+tool_n1: setup  ## Tool-N1: binary reward for tool calls (ARGS="--help" shows every flag)
+	$(V) -m methods.tool_n1 $(ARGS)
 
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
 	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)

@@ -19,7 +19,7 @@ import math
 import operator
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +94,14 @@ def read_messages(spec: str | Path, limit: int) -> list[list[dict]]:
     if not out:
         raise UserError(f"{str(spec)!r} holds no rows: give a file with at least one dialogue")
     return out
+
+
+def read_rows(spec: str | Path, split: str = "train") -> Iterator[tuple[str, dict]]:
+    """(place, row) of every row, for readers of other schemas. UserError at the first that is no object."""
+    for place, row in _open(spec, split)[0]:
+        if not isinstance(row, dict):
+            raise UserError(f"{place} of {str(spec)!r}: " + (str(row) if isinstance(row, _BadRow) else f"expected an object with named columns, found {_kind(row)}"))
+        yield place, row
 
 
 # --- from one row to one example ------------------------------------------------------------------------------------------------------
@@ -356,13 +364,13 @@ def split_examples(examples: Sequence[Example], n_eval: int, seed: int) -> tuple
     return parts
 
 
-def training_and_held_out(data: str, eval_data: str, n_eval: int) -> tuple[list[Example], list[Example]]:
+def training_and_held_out(data: str, eval_data: str, n_eval: int, load: Callable[..., list[Example]] = load_examples) -> tuple[list[Example], list[Example]]:
     """(training questions, held-out questions) of a run: `n_eval` from another source if one is given, else split off."""
     if not data:
         raise UserError("this preset needs --data (questions: a .jsonl, .json or .parquet file, or a hub data set id)")
     if eval_data:
-        return load_examples(data), load_examples(eval_data, split="test", limit=n_eval)
-    return split_examples(load_examples(data), n_eval, seed=0)
+        return load(data), load(eval_data, split="test", limit=n_eval)
+    return split_examples(load(data), n_eval, seed=0)
 
 
 def shared_questions(a: Sequence[Example], b: Sequence[Example]) -> list[str]:

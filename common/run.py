@@ -45,14 +45,18 @@ METRICS = {
     "floor": "share of trajectories in good form with a wrong answer: they get the floor",
     "cover_em": "share of answers that hold every word of a gold answer, in any order",
     "answer_words": "mean words between the answer tags, 0 where there is no answer",
-    "format": "share of trajectories without a format fault that costs reward",
     "retrieved": "share of trajectories in which a search result held a gold answer",
     "answered": "share of trajectories with an answer between its tags",
+    "format": "share of replies in the form the method asks for",
+    "names": "share of replies that call exactly the right tools, whatever their arguments",
+    "correctness": "graded score of the calls, on the scale of the reward",
+    "length": "length reward: words of the thought over their target, at most 1",
+    "irrelevance": "of the requests that no tool serves, the share answered without a call that can be read, as BFCL counts it",
     "em_if_answered": "exact match among the trajectories that gave an answer in its tags",
     "calls": "mean tool calls per trajectory",
     "calls_*": "mean tool calls on questions that need this many look-ups, or problems of this kind",
     "valid_call_rate": "share of model turns, other than answers, that were a usable tool call",
-    "call_*": "share of tool calls with this outcome: ok, empty, error, timeout, memory",
+    "call_*": "share of tool calls with this outcome: ok, empty, error, timeout, memory; not_run where the method runs none",
     "code": "share of trajectories that hold a program",
     "pass_right": "share of tool calls that ran without an error, in trajectories with a right answer",
     "pass_wrong": "share of tool calls that ran without an error, in trajectories with a wrong answer",
@@ -260,7 +264,160 @@ class Run:
         sampled = int(x.sampled_BT.sum())
         reused = engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"]
         self.log("train", step, {
-            "reward": float(totals.mean()), **{f"reward_{k}": mean(p[k] for p in parts) for k in parts[0] if k != "total"},
+            "reward": float(totals.mean()), **{f"reward_{k}": v for k, v in part_means(parts).items()},
+            **rollout_metrics(trajectories, parts, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
+            **{f"sampler_ratio_{k}": v for k, v in ratio.items()}, "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
+            **more, "sampled_tokens": sampled, "tokens_per_s": sampled / clock.laps["sample_s"], "cached_share": reused / max(1, reused + engine.counters["prefilled_tokens"]),
+            **clock.laps, "step_s": clock.total})
+        start = (step * self.config.keep_trajectories) % len(trajectories) // group * group
+        for b in range(start, min(start + self.config.keep_trajectories, len(trajectories))):
+            t = trajectories[b]
+            span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.ids))
+            row = trajectory_row(t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_per_token(x.advantages_BT[b, span], x.trained_BT[b, span]),
+                                 ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist())
+            append(self.folder / "trajectories.jsonl", [row])
+
+    def log_eval(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], tokenizer) -> dict:
+        """Log an evaluation; returns its metrics with "scores", the run's own metric for each question."""
+        metrics = eval_metrics(self.metric, trajectories, parts)
+        self.log("eval", step, metrics)
+        append(self.folder / "trajectories.jsonl", (trajectory_row(t, step=step, split="eval", parts=p, tokenizer=tokenizer)
+                                                    for t, p in list(zip(trajectories, parts))[:20]))
+        return {**metrics, "scores": [float(p[self.metric]) for p in parts]}
+
+    # -- checkpoints
+    def save(self, step: int, trained: dict) -> None:
+        """checkpoint/step-N/: state.pt (state_dicts of `trained`) and its checksum, complete or not there; the two newest are kept."""
+        folder = self.folder / "checkpoint"
+        part, target = folder / f".step-{step}.part", folder / f"step-{step}"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        buffer = io.BytesIO()
+        torch.save({"step": step, "wall_s": self.wall_s, "before": self.before, **{k: v.state_dict() for k, v in trained.items()}}, buffer)
+        try:
+            write_atomic(part / "state.pt", buffer.getvalue())
+            write_atomic(part / "checksum", hashlib.blake2b(buffer.getbuffer()).hexdigest())
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise UserError(f"cannot write the checkpoint of step {step} to {folder} ({error.strerror}); the last good one stays; "
+                            "make room, then go on with --resume") from error
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(part, target)
+        fsync_folder(folder)
+        for old in sorted(self.checkpoints(), reverse=True)[2:]:
+            shutil.rmtree(folder / f"step-{old}")
+
+    def checkpoints(self) -> list[int]:
+        return [int(p.name[5:]) for p in (self.folder / "checkpoint").glob("step-*")]
+
+    def restore(self, trained: dict) -> int:
+        """Load the newest checkpoint that is whole into `trained`; returns the steps done. What was logged after it is taken back, since
+        those steps will be run again."""
+        state = None
+        for step in sorted(self.checkpoints(), reverse=True):
+            folder = self.folder / "checkpoint" / f"step-{step}"
+            try:
+                raw = (folder / "state.pt").read_bytes()
+                if hashlib.blake2b(raw).hexdigest() != (folder / "checksum").read_text():
+                    raise ValueError("its checksum differs")
+                state = torch.load(io.BytesIO(raw), weights_only=True)
+                break
+            except (OSError, ValueError, RuntimeError) as error:
+                print(f"checkpoint {folder} cannot be used ({error}); trying the one before", file=sys.stderr, flush=True)
+        step = state["step"] if state else -1
+        if state:
+            self.earlier_s, self.before = state["wall_s"], state["before"]
+            for name, x in trained.items():
+                x.load_state_dict(state[name])
+        for name in ("metrics.jsonl", "trajectories.jsonl"):
+            path = self.folder / name
+            if path.exists():
+                kept = [line for line in path.read_text().splitlines() if _is_json(line) and json.loads(line)["step"] <= step]
+                write_atomic(path, "".join(line + "\n" for line in kept))
+        print(f"resuming {self.folder} after step {step}" if state else f"{self.folder} has no usable checkpoint; starting at step 0", flush=True)
+        return max(step, 0)
+
+    def stop_if_asked(self, step: int) -> None:
+        if self.signal:
+            raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
+
+    # -- end
+    def finish(self, after: dict, more: dict | None = None) -> None:
+        """Write summary.json: the run's own metric before and after, with bootstrap intervals over the held-out questions; and what else a method says."""
+        before, metric = self.before, self.metric
+        scores = {"interval_before": bootstrap_interval(before["scores"]), "interval_after": bootstrap_interval(after["scores"])}
+        self.summary = {"method": self.method, "preset": self.config.preset, "seed": self.config.seed, "steps": self.total, "wall_s": round(self.wall_s, 1),
+                        "metric": metric, "before": before[metric], "after": after[metric], "n": after["n"], **scores, "calls_before": before["calls"],
+                        "calls_after": after["calls"], "valid_call_rate_before": before["valid_call_rate"], "valid_call_rate_after": after["valid_call_rate"],
+                        "peak_memory_mb": round(peak_memory_mb()), **(more or {})}
+        write_atomic(self.folder / "summary.json", json.dumps({k: _finite(v) for k, v in self.summary.items()}, indent=1, allow_nan=False))
+
+    def closing_line(self, report: Path) -> str:
+        s = self.summary
+        return (f"{s['metric']} {s['before']:.3f} -> {s['after']:.3f} (95 % interval {s['interval_after'][0]:.3f} to {s['interval_after'][1]:.3f}, "
+                f"{s['n']} held-out questions), calls {s['calls_before']:.2f} -> {s['calls_after']:.2f}, {s['wall_s'] / 60:.1f} minutes\n"
+                f"open {report}")
+
+
+HEADLINES = ("em", "accuracy", "names", "format", "irrelevance", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity",
+             "answered", "valid_call_rate", "step_label", "loss", "kept", "items", "n")
+RESUME_MAY_CHANGE]
+            if changed:
+                raise UserError(f"--resume: {self.folder} was started with other values of {', '.join('--' + c.replace('_', '-') for c in changed)}; "
+                                "give the same ones, or another --name")
+        else:
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            write_atomic(self.folder / "config.json", json.dumps(settings, indent=1, allow_nan=False))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number, frame) -> None:
+        if self.signal:  # a second Ctrl-C does not wait
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+        print(f"\n{self.signal}: finishing this step, then saving (once more to leave at once)", file=sys.stderr, flush=True)
+
+    @property
+    def wall_s(self) -> float:
+        return self.earlier_s + time.monotonic() - self.started
+
+    # -- metrics
+    def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """Append one line to metrics.jsonl; unknown names are refused, so that every name has a meaning."""
+        unknown = [k for k in metrics if k not in METRICS and not any(fnmatchcase(k, p) for p in METRICS)]
+        if unknown:
+            raise KeyError(f"metrics without a meaning in common.run.METRICS: {unknown}")
+        line = {"kind": kind, "step": step, "wall_s": round(self.wall_s, 3), **{k: _finite(v) for k, v in metrics.items()}}
+        append(self.folder / "metrics.jsonl", [line])
+        if kind == "train":
+            self._progress(line)
+        else:
+            shown = " ".join(f"{k} {line[k] if isinstance(line[k], int) else format(line[k], '.3g')}" for k in metrics if line[k] is not None and k in HEADLINES)
+            print(f"{_clear()}{kind} at step {step}: {shown}", flush=True)
+
+    def _progress(self, line: dict) -> None:
+        done = line["step"]
+        left = (self.total - done) * line.get("step_s", 0)
+        text = (f"step {done}/{self.total} reward {line['reward']:.3f} calls {line['calls']:.2f} "
+                f"{line.get('tokens_per_s') or 0:.0f} tokens/s, {left / 60:.1f} min left")
+        if sys.stdout.isatty():
+            print(f"{_clear()}{text}", end="", flush=True)
+        elif done % 10 == 0 or done == 1:
+            print(text, flush=True)
+
+    def log_train(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], x: Experience, tokenizer, clock: Clock, engine,
+                  group: int, more: dict) -> None:
+        """The metrics of one step, and a few of its trajectories (those of one group after another, so that siblings can be compared)."""
+        totals = torch.tensor([p["total"] for p in parts]).view(-1, group)
+        known = x.sampled_BT & ~x.old_BT.isnan()
+        good = torch.tensor([p["total"] > 0 for p in parts], device=known.device)[:, None] & x.sampled_BT
+        ratio = losses.ratio_stats(x.old_BT, x.sampler_BT, known) if known.any() else {}
+        sampled = int(x.sampled_BT.sum())
+        reused = engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"]
+        self.log("train", step, {
+            "reward": float(totals.mean()), **{f"reward_{k}": v for k, v in part_means(parts).items()},
             **rollout_metrics(trajectories, parts, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
             **{f"sampler_ratio_{k}": v for k, v in ratio.items()}, "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
             **more, "sampled_tokens": sampled, "tokens_per_s": sampled / clock.laps["sample_s"], "cached_share": reused / max(1, reused + engine.counters["prefilled_tokens"]),
@@ -357,6 +514,7 @@ class Run:
 
 HEADLINES = ("em", "accuracy", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity", "answered", "valid_call_rate",
              "step_label", "loss", "kept", "items", "n")
+HEADLINES = ("em", "accuracy", "names", "format", "irrelevance", "f1", "em_1hop", "em_2hop", "calls", "code", "productivity", "answered", "valid_call_rate", "loss", "n")
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
@@ -404,9 +562,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     return out
 
 
+def part_means(parts: Sequence[dict]) -> dict[str, float]:
+    """Mean of every named part of the reward over the trajectories that have it."""
+    return {k: mean(p[k] for p in parts if k in p) for k in dict.fromkeys(k for p in parts for k in p) if k != "total"}
+
+
 def eval_metrics(metric: str, trajectories: Sequence[Trajectory], parts: Sequence[dict]) -> dict[str, float]:
     """Means of the reward's parts, in all and by number of look-ups or kind of problem where the data say it."""
-    out = {"n": len(parts), **{k: mean(p[k] for p in parts) for k in parts[0] if k != "total"}, **rollout_metrics(trajectories, parts, metric)}
+    out = {"n": len(parts), **part_means(parts), **rollout_metrics(trajectories, parts, metric)}
     if "answered" in parts[0]:
         out[f"{metric}_if_answered"] = mean(p[metric] for p in parts if p["answered"])
     for name in ("hops", "kind"):

@@ -14,6 +14,7 @@ articles and punctuation ("A", "The") normalises to nothing, so an empty answer 
 """
 
 import functools
+import math
 import re
 import string
 from collections import Counter
@@ -80,6 +81,50 @@ def f1(*, pred: str, gold: str | Iterable[str], normalise: Callable[[str], str] 
         common = (p_words & g_words).total()
         return 2 * common / (p_words.total() + g_words.total()) if common else 0.0
     return _best(score, pred, gold, normalise)
+
+
+def greedy_pairing(scores: Sequence[Sequence[float]]) -> float:
+    """The sum when every row in turn takes the best column that is left: the first of equals, and none for a score of 0. Source: ToolRL `rlla.py`."""
+    total, taken = 0.0, set()
+    for row in scores:
+        best = max((i for i in range(len(row)) if i not in taken), key=lambda i: row[i], default=None)
+        if best is not None and row[best] > 0:
+            taken.add(best)
+            total += row[best]
+    return total
+
+
+def best_pairing(scores: Sequence[Sequence[float]]) -> float:
+    """The largest sum when rows are paired with columns, each used at most once; scores are at least 0. Kuhn-Munkres: O(rows^2 * columns)
+    for the fewer as rows."""
+    if scores and len(scores) > len(scores[0]):
+        scores = list(zip(*scores))
+    n_columns = len(scores[0]) if scores else 0
+    row_price, column_price = [0.0] * (len(scores) + 1), [0.0] * (n_columns + 1)
+    owner = [0] * (n_columns + 1)  # of each column, the row paired with it; rows and columns count from 1
+    for row in range(1, len(scores) + 1):
+        owner[0], column = row, 0
+        slack, came_from, done = [math.inf] * (n_columns + 1), [0] * (n_columns + 1), [False] * (n_columns + 1)
+        while owner[column]:  # the cheapest way from this row to a free column
+            done[column] = True
+            step, following = math.inf, 0
+            for j in range(1, n_columns + 1):
+                if not done[j]:
+                    cost = -scores[owner[column] - 1][j - 1] - row_price[owner[column]] - column_price[j]
+                    if cost < slack[j]:
+                        slack[j], came_from[j] = cost, column
+                    if slack[j] < step:
+                        step, following = slack[j], j
+            for j in range(n_columns + 1):
+                if done[j]:
+                    row_price[owner[j]] += step
+                    column_price[j] -= step
+                else:
+                    slack[j] -= step
+            column = following
+        while column:
+            owner[column], column = owner[came_from[column]], came_from[column]
+    return sum(scores[owner[j] - 1][j - 1] for j in range(1, n_columns + 1) if owner[j])
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 10_000, level: float = 0.95) -> tuple[float, float]:

@@ -302,8 +302,46 @@ def r1_searcher(data: dict) -> Iterator[Check]:
         yield Check(case["id"], "action, query", (case["action"], case["query"]), ("search" if searches else "finish", action.argument if searches else None))
 
 
+
+def toolrl(data: dict) -> Iterator[Check]:
+    from methods import toolrl as m
+    switches = {"WITHLENGTH": {"length": "fixed"}, "CORRECTMAX1": {"scale": "equal"}, "MAX1STEP30MAX3": {"scale": "two_stage"},
+                "SCHEDULEREWARD": {"scale": "dynamic"}, "REFINEDREWARD": {"granularity": "finegrained"},
+                "INTERMEDIATEREWARD": {"granularity": "intermediate"}, "COARSEREWARD": {"granularity": "coarse"}, "SCHEDULELENGTH": {}}
+    base = m.Config(schedule="code", length_target=512)
+    for case in data.get("vectors", []):
+        cfg = replace(base, **{k: v for switch in case["switches"] for k, v in switches[switch].items()})
+        if {"WITHLENGTH", "SCHEDULELENGTH"} <= set(case["switches"]):
+            cfg = replace(cfg, length="dynamic")
+        t = as_trajectory("", case["response"], "$^", gold=(case["ground_truth"],))
+        expected = case["expected"]
+        try:
+            got = m.reward(t, t.example, cfg, case["step"])
+        except ValueError as error:
+            yield Check(case["id"], "raises", expected.get("raises"), type(error).__name__,
+                        "" if "raises" in expected else "a ground truth that is no list of calls is named when it is loaded")
+            continue
+        yield Check(case["id"], "total", expected.get("total", expected.get("raises")), got["total"])
+        yield Check(case["id"], "correctness", expected.get("correctness"), got["correctness"])
+        yield Check(case["id"], "length", expected.get("length"), got.get("length", 0.0))
+        yield Check(case["id"], "format", expected.get("format"), got["total"] - got["correctness"] - got.get("length", 0.0))
+
+
+def tool_n1(data: dict) -> Iterator[Check]:
+    from methods import tool_n1 as m
+    variants = {"v0": "binary", "v1": "lexicographic", "v2": "no_think", "v3": "partial", "v4": "partial_names", "llama": "llama"}
+    for case in data.get("vectors", []):
+        t = as_trajectory("", case["response"], "$^", gold=(json.dumps(case["ground_truth"]),))
+        for column, name in variants.items():
+            got = m.reward(t, t.example, m.Config(reward=name))["total"]
+            crash = str(case["expected"][column]).startswith("raises")
+            yield Check(case["id"], column, case["expected"][column], got, "a reply on which the original crashes earns 0" if crash else "")
+            if crash:
+                yield Check(case["id"], f"{column} earns nothing", 0.0, got)
+
+
 # file name -> its checks; a method's file has its own
-ADAPTERS = {f.__name__: f for f in (search_r1, research, r1_searcher, torl, retool, otc, swirl)}
+ADAPTERS = {f.__name__: f for f in (search_r1, research, r1_searcher, torl, retool, otc, swirl, toolrl, tool_n1)}
 
 
 def run_folder(folder: Path) -> tuple[list[str], int]:

@@ -7,12 +7,13 @@ Names are single words (a book is "The" and a word), so that each is one entry o
 two million parameters one step, and what is left to learn is when to look up what.
 """
 import ast
+import json
 import operator
 import random
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from common.data import Example
+from common.data import Example, trajectory_seed
 from common.search import BM25, Passage
 
 FIRST = ("Mira Tomas Elena Viktor Nadia Oscar Petra Ruben Sofia Hugo Irena Jonas Klara Leo Marta Nils Olga Pavel Rosa Stefan "
@@ -288,3 +289,19 @@ def request(seed: int, number: int) -> Request:
     text = " and ".join(t.ask.format(*arguments.values()) for t, (_, arguments) in zip(wanted, calls))
     text = f"Please {text}." if wanted else rng.choice(CHAT)
     return Request(f"r{seed}-{number}", text, tuple(offered), tuple(calls) if n_calls else ())
+
+
+def requests(split: str, n: int, seed: int = 0) -> list[Example]:
+    """n requests for a split, as `questions`; meta: messages, tools (their parameters as JSON schema) and kind (none, single or parallel).
+    The gold is a JSON list of calls. There are few ways to ask for a timer, so a hash of the text says which side a request is for; only
+    small talk is on both."""
+    base, out, number = EVAL if split == "eval" else 1000 * seed, [], 0
+    while len(out) < n:
+        r, number = request(base, number), number + 1
+        if (trajectory_seed(r.id if r.text in CHAT else r.text) % 5 == 0) != (split == "eval"):
+            continue
+        tools = [{"name": t.name, "description": t.description, "parameters": {"type": "object", "properties": {
+            p: {"type": kind, "description": text} for p, (kind, text) in t.parameters.items()}}} for t in r.tools]
+        out.append(Example(r.id, r.text, (json.dumps([{"name": name, "arguments": arguments} for name, arguments in r.calls]),), {
+            "kind": ("none", "single", "parallel")[len(r.calls)], "messages": [{"role": "user", "content": r.text}], "tools": tools}))
+    return out
