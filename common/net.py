@@ -12,6 +12,7 @@ import re
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.message import Message
 from urllib.parse import urlsplit
@@ -87,10 +88,11 @@ class _Wire(io.RawIOBase):
 
 
 def exchange(method: str, scheme: str, host: str, port: int | None, path: str, body: bytes | None = None, headers: dict[str, str] | None = None, *,
-             end: float, max_bytes: int, connect_s: float = 1e9, address: tuple[int, tuple] | None = None) -> Answer:
+             end: float, max_bytes: int, connect_s: float = 1e9, address: tuple[int, tuple] | None = None,
+             want_body: Callable[[int, Message], bool] = lambda status, headers: True) -> Answer:
     """One request. end: the time (monotonic) at which all is over; connect_s: most seconds for connecting; max_bytes: of the body as sent.
-    address: (family, socket address) to connect to, if the host was looked up before. Raises TimeoutError, TooLarge, OSError (TLS faults
-    too) or http.client.HTTPException (a body that was cut off too)."""
+    address: (family, socket address) to connect to, if the host was looked up before. want_body: whether to read it, given status and
+    headers. Raises TimeoutError, TooLarge, OSError (TLS faults too) or http.client.HTTPException (a body that was cut off too)."""
     kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
     connection = kind(host, port)
     left = max(0.001, min(connect_s, end - time.monotonic()))
@@ -109,6 +111,8 @@ def exchange(method: str, scheme: str, host: str, port: int | None, path: str, b
         connection.sock = _Wire(sock, end)
         connection.request(method, path, body, headers or {})
         response = connection.getresponse()
+        if not want_body(response.status, response.headers):
+            return Answer(response.status, response.headers, b"")
         if (response.length or 0) > max_bytes:
             raise TooLarge
         content = bytearray()
