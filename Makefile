@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc eval report retriever sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl
+.PHONY: help setup test search_r1 torl retool otc deep_researcher eval report retriever web sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -34,6 +34,9 @@ retool: setup  ## ReTool (ARGS="--help" shows every flag)
 otc: setup  ## OTC, on search or on programs (ARGS="--help" shows every flag)
 	$(V) -m methods.otc $(ARGS)
 
+deep_researcher: setup  ## DeepResearcher (ARGS="--help" shows every flag)
+	$(V) -m methods.deep_researcher $(ARGS)
+
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
 	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)
 
@@ -42,6 +45,9 @@ report: setup  ## rebuild the page of a run: make report RUN=runs/search_r1/tiny
 
 retriever: setup  ## serve a corpus over Search-R1's protocol: make retriever CORPUS=corpus.jsonl [ARGS="--port 8000"]
 	$(V) -m common.search --corpus $(CORPUS) $(ARGS)
+
+web: setup  ## serve a corpus as a small web with Serper's search protocol: make web CORPUS=corpus.jsonl [ARGS="--port 8001"]
+	$(V) -m common.web --corpus $(CORPUS) $(ARGS)
 
 sandbox_check: setup  ## what the sandbox protects here, line by line: make sandbox_check [ARGS="unsafe" or ARGS="http://host:port"]
 	$(V) -m common.sandbox --check $(ARGS)

@@ -141,12 +141,12 @@ def is_public(address: str) -> bool:
     """Whether an address belongs to the public internet: neither private, loopback, link-local (where clouds keep their secrets), shared,
     multicast, reserved nor unspecified."""
     ip = _unwrapped(address)
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified or ip.is_loopback or ip.is_link_local) and ip not in _LOCAL_NAT64
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified or getattr(ip, "is_site_local", False) or ip in _LOCAL_NAT64)
 
 
 def _allowed_entry(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, int | None]:
     """(network, port or None for all) of an entry such as 10.1.2.3, 10.0.0.0/8, 127.0.0.1:8001 or [::1]:8001."""
-    match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:/]+):(\d+)", text)
+    match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+):(\d+)", text)
     name, port = (match[1] or match[3], match[2] or match[4]) if match else (text, None)
     try:
         return ipaddress.ip_network(name), int(port) if port else None
@@ -299,7 +299,7 @@ def _split(url: str) -> tuple[str, str, int, str]:
         parts = urlsplit(url.strip())
         host = (parts.hostname or "").encode("idna").decode() if not (parts.hostname or "").isascii() else parts.hostname
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-        if not host or len(url) > 4000 or not re.fullmatch(r"[\w.:%-]+", host):
+        if not host or len(url) > 4000 or not re.fullmatch(r"[\w.:%-]+", host) or re.search(r"[@\\]", parts.netloc):
             raise ValueError
         target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~") + (f"?{quote(parts.query, safe='/%:@!$&()*+,;=~?')}" if parts.query else "")
     except (ValueError, KeyError) as error:

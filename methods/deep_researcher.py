@@ -273,10 +273,12 @@ def first_answer(text: str) -> str | None:
 
 
 def reward(trajectory: Trajectory, example: Example, cfg: Config) -> dict[str, float]:
-    """Named parts of the reward and their total (code format_and_f1.py): -1, or the score of the first answer. f1 and em are those of the
-    last turn, where a broken format counts 0 (code evaluate/cacluate_metrics.py)."""
-    turns = [f"{THINK}{s.text}".lower() for s in trajectory.segments if s.author == "model"]
-    text = "".join(turns) if cfg.score_scope == "model" else f"{THINK}{trajectory.response}".lower()
+    """Named parts of the reward and their total (code format_and_f1.py): -1, or the score of the first answer; the <think> that was glued in
+    front of a turn belongs to it. f1 and em are those of the last turn, where a broken format counts 0 (code evaluate/cacluate_metrics.py)."""
+    glued = lambda text: THINK if text.rstrip().endswith(THINK) else ""
+    before = [trajectory.prompt, *(s.text for s in trajectory.segments)]
+    turns = [(glued(b) + s.text).lower() for b, s in zip(before, trajectory.segments) if s.author == "model"]
+    text = "".join(turns) if cfg.score_scope == "model" else (glued(trajectory.prompt) + trajectory.response).lower()
     answer, formed = first_answer(text), well_formed(text)
     last = turns[-1] if turns else ""
     said = first_answer(last) if well_formed(last) else None
