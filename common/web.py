@@ -523,6 +523,20 @@ class LocalModel:
                     return done.text
 
 
+def open_reader(who: str, model, tokenizer, *, endpoint_model: str = "", max_length: int, max_tokens: int) -> tuple[Reader, LocalModel | None]:
+    """(the reader, and the engine to `sync` after updates if it is the policy that reads). who: text (by rule), policy (`model` itself), the
+    address of an OpenAI-compatible endpoint, or another model's folder or hub id."""
+    if who == "text":
+        return by_rule, None
+    if who.startswith(("http://", "https://")):
+        return by_model(ask_endpoint(ChatEndpoint(who, endpoint_model), max_tokens)), None
+    if who != "policy":
+        from common.policy import load_model
+        model, tokenizer = load_model(who, "float32" if model.device.type == "cpu" else "bfloat16", model.device.type)
+    local = LocalModel(model, tokenizer, max_length=max_length, max_tokens=max_tokens)
+    return by_model(local.ask), local if who == "policy" else None
+
+
 # ---- a small web of our own -------------------------------------------------------------------------------------------
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>article p {{ margin: 1em }}</style></head>

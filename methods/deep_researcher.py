@@ -45,7 +45,6 @@ import torch
 from common import UserError, losses, scoring
 from common.data import Example, order, training_and_held_out
 from common.engine import HFEngine
-from common.net import ChatEndpoint
 from common.policy import load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
 from common.rollout import Budget, Call, End, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -53,7 +52,7 @@ from common.run import Clock, Run, main, parse_config, print_evaluation, read_te
 from common.search import neutralise
 from common.tiny.world import questions
 from common.update import Experience, joined, mini_batches, policy_step, score
-from common.web import DiskCache, Fetcher, LocalModel, PageFailure, Reader, WebSearch, ask_endpoint, by_model, by_rule, read, tiny_web
+from common.web import DiskCache, Fetcher, PageFailure, Reader, WebSearch, open_reader, read, tiny_web
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -313,17 +312,6 @@ def open_web(cfg: Config, examples: Sequence[Example]) -> tuple[Callable[[Exampl
     return engine, Fetcher(allow, page_s=cfg.page_s, max_bytes=cfg.page_bytes, connect_to=connect_to, cache=cache)
 
 
-def open_reader(cfg: Config, model, tokenizer) -> tuple[Reader, LocalModel | None]:
-    """(the reading agent, the policy's own engine for it if it is the policy that reads)."""
-    if cfg.reader == "text":
-        return by_rule, None
-    if cfg.reader.startswith(("http://", "https://")):
-        return by_model(ask_endpoint(ChatEndpoint(cfg.reader, cfg.reader_model), cfg.reader_answer_tokens)), None
-    pair = (model, tokenizer) if cfg.reader == "policy" else load_model(cfg.reader, cfg.dtype, cfg.device)
-    local = LocalModel(*pair, max_length=cfg.reader_tokens, max_tokens=cfg.reader_answer_tokens)
-    return by_model(local.ask), local if cfg.reader == "policy" else None
-
-
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
@@ -339,7 +327,7 @@ def train(cfg: Config) -> None:
     engine = HFEngine(model, tokenizer, max_slots=max(cfg.prompts * cfg.samples, min(cfg.eval_questions, 256)),
                       max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     engine_for, pages = open_web(cfg, train_set + eval_set)
-    reader, policy_reader = open_reader(cfg, model, tokenizer)
+    reader, policy_reader = open_reader(cfg.reader, model, tokenizer, endpoint_model=cfg.reader_model, max_length=cfg.reader_tokens, max_tokens=cfg.reader_answer_tokens)
     tools = {"web_search": Tool(lambda calls: [search_pages(c, engine_for(c.example), cfg) for c in calls], deadline_s=300),
              "browse_webpage": Tool(lambda calls: [browse_pages(c, pages, reader, cfg) for c in calls], deadline_s=1200)}
     pool, (before, after) = ToolPool(), tool_turn(tokenizer)

@@ -610,6 +610,16 @@ def test_an_endpoint_that_does_not_work_stops_the_run(answer, status, monkeypatc
         ChatEndpoint(f"http://{address}", "m", retries=1).ask("hello", 5)
 
 
+def test_who_reads():
+    model, tokenizer = load_model("tiny")
+    assert web.open_reader("text", model, tokenizer, max_length=300, max_tokens=8) == (by_rule, None)
+    reader, local = web.open_reader("policy", model, tokenizer, max_length=300, max_tokens=8)
+    assert local is not None and isinstance(reader("who?", "Ada wrote it.", 1, 1, []), Note)
+    reader, local = web.open_reader("tiny", model, tokenizer, max_length=300, max_tokens=8)  # a second model, which no update reaches
+    assert local is None and isinstance(reader("who?", "Ada wrote it.", 1, 1, []), Note)
+    assert web.open_reader("http://127.0.0.1:1/v1", model, tokenizer, endpoint_model="m", max_length=300, max_tokens=8)[1] is None
+
+
 def test_a_local_model_as_reader():
     model, tokenizer = load_model("tiny")
     local = LocalModel(model, tokenizer, max_length=400, max_tokens=12)
