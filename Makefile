@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research r1_searcher toolrl tool_n1
+.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research r1_searcher toolrl tool_n1 deep_researcher web
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -49,6 +49,9 @@ toolrl: setup  ## ToolRL: graded reward for tool calls (ARGS="--help" shows ever
 tool_n1: setup  ## Tool-N1: binary reward for tool calls (ARGS="--help" shows every flag)
 	$(V) -m methods.tool_n1 $(ARGS)
 
+deep_researcher: setup  ## DeepResearcher (ARGS="--help" shows every flag)
+	$(V) -m methods.deep_researcher $(ARGS)
+
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
 	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)
 
@@ -63,6 +66,9 @@ setup_bfcl: setup  ## BFCL's data and checker into .bfcl (2 MB to download, 14 M
 	$(V) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target .bfcl.part bfcl-eval==2026.3.23
 	@rm -rf .bfcl && mv .bfcl.part .bfcl
 	$(V) -m common.bfcl --golden
+
+web: setup  ## serve a corpus as a small web with Serper's search protocol: make web CORPUS=corpus.jsonl [ARGS="--port 8001"]
+	$(V) -m common.web --corpus $(CORPUS) $(ARGS)
 
 sandbox_check: setup  ## what the sandbox protects here, line by line: make sandbox_check [ARGS="unsafe" or ARGS="http://host:port"]
 	$(V) -m common.sandbox --check $(ARGS)

@@ -82,6 +82,7 @@ class ToolCall:
     outcome: str = ""  # ok | empty | error | timeout, or what a ToolFailure says
     wait_s: float = 0.0  # waiting for a free worker
     run_s: float = 0.0
+    trajectory: "Trajectory | None" = field(default=None, repr=False, compare=False)  # to read only: what was said and found so far
 
 
 class ToolPool:
@@ -315,7 +316,7 @@ def rollout(engine, tokenizer, prompts: Sequence[Prompt], act, tools: dict[str, 
         for name, waiting in issued.items():
             for i in range(0, len(waiting), tools[name].batch):
                 part = waiting[i:i + tools[name].batch]
-                calls = [ToolCall(name, call.argument, t.example) for t, call, _ in part]
+                calls = [ToolCall(name, call.argument, t.example, trajectory=t) for t, call, _ in part]
                 for (t, _, _), call in zip(part, calls):
                     t.calls.append(call)
                 jobs.append((clock + tool_lag, pool.start(tools[name], calls), part))

@@ -24,12 +24,12 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import bm25s
 import numpy as np
 
 from common import UserError
+from common.net import TooLarge, endpoint, exchange, hidden
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG on import
 
@@ -39,6 +39,10 @@ WORD = re.compile(r"\w+")
 
 class RetrieverDown(UserError):
     """The retriever did not answer, or answered something else: the run must stop instead of learning from empty results."""
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status  # HTTP status of a refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,18 +287,28 @@ def _tsv_lines(lines: list) -> list[Hit]:
     return hits
 
 
+def _organic(rows: list) -> list[Hit]:
+    """Serper's `[{"title", "link", "snippet"}]`; a passage's id is the address of its page. Rows without an address are left out."""
+    line = lambda text: " ".join(text.split()) if isinstance(text, str) else ""
+    return [Hit(_passage(row["link"], f"{line(row.get('title'))}\n{line(row.get('snippet'))}"), None) for row in rows if isinstance(row.get("link"), str)]
+
+
 @dataclass(frozen=True)
 class Protocol:
     endpoint: str
     request: Callable[[list[str], int], dict]  # (queries, k) -> JSON body
     results: Callable[[object], object]        # answer -> one list of rows per query
     hits: Callable[[list], list[Hit]]          # rows of one query -> hits
+    most: int = 128                            # queries a request
+    mend: str = "start it (`make retriever CORPUS=corpus.jsonl` serves a corpus) or give another address"
 
 
 PROTOCOLS = {
     "search_r1": Protocol("/retrieve", lambda q, k: {"queries": q, "topk": k, "return_scores": True}, lambda a: a["result"], _documents),
     "research": Protocol("/batch_search", lambda q, k: {"query": q, "top_n": k, "return_score": False}, lambda a: a, _documents),
     "r1_searcher": Protocol("/queries", lambda q, k: {"queries": q, "k": k}, lambda a: a["answers"], _tsv_lines),
+    "serper": Protocol("/search", lambda q, k: {"q": q[0], "num": k}, lambda a: [a.get("organic", [])], _organic, 1,
+                       "check the network or give another address (`make web CORPUS=corpus.jsonl` serves a corpus as a small web)"),
 }
 
 
@@ -307,21 +321,23 @@ class RemoteRetriever:
 
     url: `http(s)://host:port`, with or without the protocol's endpoint.
     timeout_s: one try. deadline_s: one call of search() with all its tries. retries: further tries after a refused or broken connection, a
-    timeout, 408, 429 or 5xx, with pauses of backoff_s, doubled each time, times a random 0.5-1.5 (from seed).
+    timeout, 408, 429 or 5xx, with pauses of backoff_s, doubled each time, times a random 0.5-1.5 (from seed). headers: further ones, such as a
+    key; their values are never shown.
     break_after: after so many failed calls in a row further calls fail at once, except one trial call every cooldown_s.
     Every failure is a RetrieverDown. Threads may share one.
     """
 
     def __init__(self, url: str, protocol: str = "search_r1", *, timeout_s: float = 30, deadline_s: float = 90, retries: int = 4,
                  backoff_s: float = 0.5, break_after: int = 3, cooldown_s: float = 30, max_answer_bytes: int = 64 << 20,
-                 queries_per_request: int = 128, seed: int = 0):
+                 queries_per_request: int = 128, headers: dict[str, str] | None = None, seed: int = 0):
         if protocol not in PROTOCOLS:
             raise UserError(f"unknown retriever protocol {protocol!r}; choose one of {', '.join(PROTOCOLS)}")
         self.protocol = PROTOCOLS[protocol]
-        self.url, self._connection_type, self._address, self._path = _endpoint(url, self.protocol.endpoint)
+        self._endpoint, self._headers = endpoint(url, self.protocol.endpoint), headers or {}
+        self.url = self._endpoint.url
         self.timeout_s, self.deadline_s, self.retries, self.backoff_s = timeout_s, deadline_s, retries, backoff_s
         self.break_after, self.cooldown_s = break_after, cooldown_s
-        self.max_answer_bytes, self.queries_per_request = max_answer_bytes, queries_per_request
+        self.max_answer_bytes, self.queries_per_request = max_answer_bytes, min(queries_per_request, self.protocol.most)
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._failed_calls, self._next_trial = 0, 0.0
@@ -382,40 +398,28 @@ class RemoteRetriever:
                 break
             time.sleep(pause_s)
         raise RetrieverDown(f"the retriever {self.url} does not answer ({reason}; {tries} {'try' if tries == 1 else 'tries'} in "
-                            f"{time.monotonic() - start:.1f} s); start it (`make retriever CORPUS=corpus.jsonl` serves a corpus) or "
-                            "give another address")
+                            f"{time.monotonic() - start:.1f} s); {self.protocol.mend}")
 
     def _post(self, body: bytes, end: float) -> bytes:
         """One request; the answer's body. Raises _Transient or RetrieverDown."""
-        start = time.monotonic()
-        stop = min(end, start + self.timeout_s)
-        connection = self._connection_type(*self._address, timeout=max(stop - start, 0.001))
+        start, e = time.monotonic(), self._endpoint
         try:
-            connection.request("POST", self._path, body, {"Content-Type": "application/json", "Accept": "application/json"})
-            response = connection.getresponse()
-            answer = bytearray()
-            while chunk := response.read1(1 << 16):  # returns what has come, so that a trickling server meets the time limit too
-                answer += chunk
-                if len(answer) > self.max_answer_bytes:
-                    raise RetrieverDown(f"the retriever {self.url} sent more than {self.max_answer_bytes:,} bytes; ask for a smaller top-k "
-                                        "or raise max_answer_bytes")
-                if time.monotonic() > stop:
-                    raise TimeoutError
-            if response.length:
-                raise _Transient("its answer was cut off")
+            answer = exchange("POST", e.scheme, e.host, e.port, e.path, body, {"Content-Type": "application/json", "Accept": "application/json", **self._headers},
+                              end=min(end, start + self.timeout_s), max_bytes=self.max_answer_bytes)
+        except TooLarge:
+            raise RetrieverDown(f"the retriever {self.url} sent more than {self.max_answer_bytes:,} bytes; ask for a smaller top-k "
+                                "or raise max_answer_bytes") from None
         except TimeoutError:
             raise _Transient(f"no full answer within {time.monotonic() - start:.1f} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise _Transient(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
-        finally:
-            connection.close()
-        if response.status in (408, 429) or response.status >= 500:
-            raise _Transient(f"HTTP {response.status}")
-        if response.status != 200:
-            said = ascii(bytes(answer[:200]).decode("utf-8", "replace"))
-            raise RetrieverDown(f"the retriever {self.url} refused the request (HTTP {response.status}, {said}); "
-                                "check address and protocol")
-        return bytes(answer)
+        if answer.status in (408, 429) or answer.status >= 500:
+            raise _Transient(f"HTTP {answer.status}")
+        if answer.status != 200:
+            said = ascii(hidden(answer.body.decode("utf-8", "replace"), *self._headers.values())[:200])
+            raise RetrieverDown(f"the retriever {self.url} refused the request (HTTP {answer.status}, {said}); "
+                                "check address, protocol and key", answer.status)
+        return answer.body
 
     def _parse(self, answer: bytes, n: int, k: int) -> list[list[Hit]]:
         try:
@@ -429,23 +433,6 @@ class RemoteRetriever:
         if len(hits) != n:
             raise RetrieverDown(f"the retriever {self.url} sent {len(hits)} result lists for {n} queries; check address and protocol")
         return hits
-
-
-def _endpoint(url: str, endpoint: str) -> tuple[str, type, tuple[str, int | None], str]:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-        (parts.hostname or "").encode("idna")
-    except ValueError as error:
-        raise UserError(f"{url!r} is not an address ({error}); write it as http://127.0.0.1:8000") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"[!-~]+", url):
-        raise UserError(f"{url!r} is not an address; write it as http://127.0.0.1:8000")
-    if parts.username or parts.password:
-        raise UserError(f"the retriever address for {parts.hostname} holds a user name or password, which is not supported; leave it out")
-    path = parts.path.rstrip("/")
-    path = path if path.endswith(endpoint) else path + endpoint
-    connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return f"{parts.scheme}://{parts.netloc}{path}", connection, (parts.hostname, port), path + (f"?{parts.query}" if parts.query else "")
 
 
 def open_retriever(spec: str) -> BM25 | RemoteRetriever:

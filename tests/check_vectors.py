@@ -340,8 +340,37 @@ def tool_n1(data: dict) -> Iterator[Check]:
                 yield Check(case["id"], f"{column} earns nothing", 0.0, got)
 
 
+
+def deep_researcher(data: dict) -> Iterator[Check]:
+    from methods import deep_researcher as m
+    base = m.Config()
+    results = r"(?:<\|im_end\|>)?\n<\|im_start\|>user\n<tool_response>.*?</tool_response><\|im_end\|>\n<\|im_start\|>assistant\n(?:<think>)?"
+    for case in data.get("deepresearcher", {}).get("cases", []):
+        response = case["response"]
+        prompt = m.THINK if response.startswith(m.THINK) else ""  # the tag that is glued to the prompt
+        t = as_trajectory(prompt, response.removeprefix(prompt), results, gold=tuple(case["ground_truth"].split("<|answer_split|>")))
+        for column, kind in (("expected_f1", "f1"), ("expected_em", "em")):
+            if column not in case:
+                continue
+            score = lambda scope: m.reward(t, t.example, replace(base, reward=kind, score_scope=scope))["total"]
+            tagged = any(re.search(r"</?(?:think|answer|tool_call)>", s.text.removesuffix(m.THINK), re.I) for s in t.segments if s.author == "tool")
+            yield Check(case["id"], column, case[column], score("model"), "a tag in a tool result is not the model's" if tagged else "")
+            yield Check(case["id"], f"{column}, results read too", case[column], score("response"))
+    kinds = {"answer": True, "": True, "call": False}
+    for case in data.get("rollout_deepresearcher_turn", []):
+        kind, thought, payload = m.parse_turn(m.THINK + case["generated_after_prefix"])
+        yield Check(case["id"], "stop, think, payload", (case["stop"], case["think"], case["payload"]), (kinds[kind], thought, payload))
+    for n, case in enumerate(data.get("rollout_deepresearcher_batch_quirk", [])):
+        spoilt = False
+        for i, (text, expected) in enumerate(zip(case["generated_after_prefix"], case["results"])):
+            kind, thought, payload = m.parse_turn(m.THINK + text)
+            yield Check(f"batch-{n}-{i}", "stop, think, payload", tuple(expected), (kinds[kind], thought, payload),
+                        "a turn is read by itself, whatever stands before it in the batch" if spoilt else "")
+            spoilt = spoilt or not expected[1]
+
+
 # file name -> its checks; a method's file has its own
-ADAPTERS = {f.__name__: f for f in (search_r1, research, r1_searcher, torl, retool, otc, swirl, toolrl, tool_n1)}
+ADAPTERS = {f.__name__: f for f in (search_r1, research, r1_searcher, deep_researcher, torl, retool, otc, swirl, toolrl, tool_n1)}
 
 
 def run_folder(folder: Path) -> tuple[list[str], int]:

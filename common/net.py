@@ -1,0 +1,182 @@
+"""HTTP requests that end in time, whoever is at the other end, and a client of chat servers.
+
+`http.client` limits single reads: a server that sends one byte a second, in its headers or in its body, can hold a client for hours. Here
+connecting, the TLS handshake, sending, headers and body share one deadline, and the body has a size limit. Redirects and proxy variables are
+not followed: the address given is the one asked.
+"""
+import http.client
+import io
+import json
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.message import Message
+from urllib.parse import urlsplit
+
+from common import UserError
+
+
+class TooLarge(Exception):
+    """The body is larger than the limit."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Message
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    url: str  # for messages
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+
+
+def endpoint(url: str, path: str) -> Endpoint:
+    """The parts of a server's address; `path` is added where the address does not end with it. UserError where it is no http(s) address."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise UserError(f"{url!r} is not an address ({error}); write it as http://127.0.0.1:8000") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"[!-~]+", url):
+        raise UserError(f"{url!r} is not an address; write it as http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise UserError(f"the address of {parts.hostname} holds a user name or password, which is not supported; leave it out")
+    full = parts.path.rstrip("/")
+    full = full if full.endswith(path) else full + path
+    return Endpoint(f"{parts.scheme}://{parts.netloc}{full}", parts.scheme, parts.hostname, port, full + (f"?{parts.query}" if parts.query else ""))
+
+
+class _Wire(io.RawIOBase):
+    """A connected socket as http.client wants it, every read and write of which ends at the deadline."""
+
+    def __init__(self, sock: socket.socket, end: float):
+        self._sock, self._end = sock, end
+
+    def _arm(self) -> None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        self._arm()
+        return self._sock.recv_into(buffer)
+
+    def sendall(self, data) -> None:
+        self._arm()
+        self._sock.sendall(data)
+
+    def close(self) -> None:
+        """Nothing: http.client lets go of the connection before the body is read; exchange() closes the socket."""
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+
+def exchange(method: str, scheme: str, host: str, port: int | None, path: str, body: bytes | None = None, headers: dict[str, str] | None = None, *,
+             end: float, max_bytes: int, connect_s: float = 1e9, address: tuple[int, tuple] | None = None,
+             want_body: Callable[[int, Message], bool] = lambda status, headers: True) -> Answer:
+    """One request. end: the time (monotonic) at which all is over; connect_s: most seconds for connecting; max_bytes: of the body as sent.
+    address: (family, socket address) to connect to, if the host was looked up before. want_body: whether to read it, given status and
+    headers. Raises TimeoutError, TooLarge, OSError (TLS faults too) or http.client.HTTPException (a body that was cut off too)."""
+    kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    connection = kind(host, port)
+    left = max(0.001, min(connect_s, end - time.monotonic()))
+    if address is None:
+        sock = socket.create_connection((host, connection.port), timeout=left)
+    else:
+        sock = socket.socket(address[0], socket.SOCK_STREAM)
+    try:
+        if address is not None:
+            sock.settimeout(left)
+            sock.connect(address[1])
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if scheme == "https":
+            sock.settimeout(max(0.001, end - time.monotonic()))
+            sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+        connection.sock = _Wire(sock, end)
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        if not want_body(response.status, response.headers):
+            return Answer(response.status, response.headers, b"")
+        if (response.length or 0) > max_bytes:
+            raise TooLarge
+        content = bytearray()
+        while chunk := response.read1(1 << 16):  # returns what has come
+            content += chunk
+            if len(content) > max_bytes:
+                raise TooLarge
+            if time.monotonic() > end:
+                raise TimeoutError
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
+        return Answer(response.status, response.headers, bytes(content))
+    finally:
+        sock.close()
+
+
+class EndpointDown(UserError):
+    """A chat server did not answer, or answered something else: the run stops."""
+
+
+class ChatEndpoint:
+    """Any server that speaks OpenAI's chat protocol: POST <url>/chat/completions. The key comes from the environment, and is never shown.
+
+    timeout_s: one try; retries: further tries after a broken connection, a timeout, 408, 429 or 5xx, with pauses of 0.5 s, doubled each time.
+    Threads may share one.
+    """
+
+    def __init__(self, url: str, model: str, *, key_variable: str = "OPENAI_API_KEY", timeout_s: float = 120, retries: int = 3):
+        self.endpoint, self.model, self.timeout_s, self.retries = endpoint(url, "/chat/completions"), model, timeout_s, retries
+        self._key = os.environ.get(key_variable, "")
+
+    def ask(self, prompt: str, max_tokens: int, temperature: float = 0.0) -> str:
+        """The answer to one user message. EndpointDown where there is none."""
+        e = self.endpoint
+        body = json.dumps({"model": self.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": temperature})
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(0.5 * 2 ** (attempt - 1))
+            try:
+                answer = exchange("POST", e.scheme, e.host, e.port, e.path, body.encode(), headers, end=time.monotonic() + self.timeout_s, max_bytes=8 << 20)
+            except TimeoutError:
+                reason = f"no full answer within {self.timeout_s:g} s"
+                continue
+            except (OSError, http.client.HTTPException, TooLarge) as error:
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                continue
+            if answer.status == 200:
+                try:
+                    text = json.loads(answer.body)["choices"][0]["message"]["content"]
+                    if isinstance(text, str):
+                        return text
+                    reason = "its message holds no text"
+                except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+                    reason = f"its answer is not what the protocol says ({type(error).__name__})"
+                break
+            reason = f"HTTP {answer.status}, {ascii(hidden(answer.body.decode('utf-8', 'replace'), self._key)[:200])}"
+            if answer.status not in (408, 429) and answer.status < 500:
+                break
+        raise EndpointDown(f"the chat server {e.url} does not answer ({reason}); check address, model name {self.model!r} and key")
+
+
+def hidden(text: str, *secrets: str) -> str:
+    """`text` without the secrets, should a server have sent one back."""
+    for secret in secrets:
+        text = text.replace(secret, "***") if secret else text
+    return text

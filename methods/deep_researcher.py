@@ -1,0 +1,405 @@
+"""DeepResearcher: learning to research in the real web, by searching and by reading pages.
+
+Paper: "DeepResearcher: Scaling Deep Research via Reinforcement Learning in Real-world Environments", arXiv 2504.03160. Code: github
+GAIR-NLP/DeepResearcher (commit c93be8f).
+
+The idea. A search engine shows titles, addresses and a line of each page; what a question asks for often stands only in the page itself. So
+the model gets two tools, one that searches and one that reads pages, whose text a reading agent goes through portion by portion until it
+knows enough. It learns when to use which with nothing but the word F1 of its final answer, and -1 where it breaks the format.
+
+The method, step by step:
+  1. `render`: a system prompt with the schemas of both tools, through the chat template; <think> is glued to every turn of the model.
+  2. `parse_turn` reads one model turn: an answer ends, a call in JSON is run, and anything else ends too.
+  3. `search_pages` gives titles, addresses and snippets, `browse_pages` what the reading agent found in pages.
+  4. `rollout` samples trajectories of at most `max_turns` turns.
+  5. `reward`: -1 if a tag has no partner or there is no answer, else the F1 of sets of words.
+  6. `train`: advantages from the group (GRPO), clipped policy gradient over the tokens the model sampled, k3 KL in the loss.
+
+Kept from the paper: tools, two forms of a turn, a malformed call ends the trajectory, three queries a search, only addresses that the last
+search found, portions of 40,960 characters, reward, GRPO with 16 samples, all hyper-parameters in the preset `paper`. Changed, and why:
+  - token in, token out: the original renders calls anew from parsed JSON and tokenises the whole dialogue again at its end
+    (scrl/llm_agent/generation.py); here turns stay as they were sampled, and the template's words between them are worked out once.
+  - the reward reads only what the model wrote (`score_scope`): in the original a tag in a web page costs -1 (format_and_f1.py).
+  - a turn is read by itself: in the original an empty thought spoils the turns of the trajectories behind it in the batch.
+  - results are JSON, not printed Python lists; tags in them are made harmless; time and size of pages are limited.
+  - the word F1 that is reported reads the last turn and counts a broken format 0, not -1, as the original's evaluation does.
+
+What to watch: `calls` rises to a search and a page for every look-up; `well_formed` comes first, `f1` follows; `call_ok` says how many
+pages could be read.
+
+    make deep_researcher                                      # tiny model and a small web on this machine, a few minutes on two cores
+    make deep_researcher ARGS="--no-browse"                   # search alone: what stands only in pages stays unknown
+    make deep_researcher ARGS="--preset smollm2 --data dev.parquet --search http://127.0.0.1:8001/search --allow 127.0.0.1:8001"
+    SERPER_API_KEY=... make deep_researcher ARGS="--preset paper --data train.parquet --reader http://127.0.0.1:9000/v1 --reader-model qwen-plus"
+"""
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from typing import Literal
+
+import torch
+
+from common import UserError, losses, scoring
+from common.data import Example, order, training_and_held_out
+from common.engine import HFEngine
+from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.report import write_report
+from common.rollout import Budget, Call, End, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
+from common.search import neutralise
+from common.tiny.world import questions
+from common.update import Experience, joined, mini_batches, policy_step, score
+from common.web import DiskCache, Fetcher, PageFailure, Reader, WebSearch, open_reader, read, tiny_web
+
+
+# ---- Config -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Config:
+    """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
+    preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
+    name: str = setting("", "name of the run's folder in runs/deep_researcher/ (default: preset and seed)", "ours")
+    seed: int = setting(0, "seed of data order and sampling", "ours")
+    steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper (training curves)")
+    resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    # model and data
+    model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "code train_grpo.sh")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
+    device: str = setting("cpu", "cpu or cuda", "ours")
+    threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "code train_grpo.sh")
+    eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
+    eval_questions: int = setting(200, "held-out questions", "ours")
+    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
+    save_every: int = setting(20, "checkpoint every so many steps", "ours")
+    keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
+    template: str = setting("", "file with another system prompt; it must hold {date}", "ours")
+    date: str = setting("2025-01-01", "the day that the prompt names; today: the day of the run (GMT)", "code generation.py")
+    # the web
+    search: str = setting("", "server of Serper's protocol (key: SERPER_API_KEY for Serper, else SEARCH_API_KEY); needed unless data is tiny", "code generation.py")
+    allow: str = setting("tiny", "addresses that may be read although not public: 10.1.2.3, 10.0.0.0/8 or 127.0.0.1:8001, with commas; tiny: the tiny web's own", "ours")
+    cache: str = setting("", "folder for search results and pages; empty: none are kept", "code generation.py")
+    cache_days: float = setting(7.0, "days a kept result is good for", "code generation.py", "days")
+    page_s: float = setting(10.0, "longest fetch of a page", "ours", "seconds")
+    page_bytes: int = setting(4 << 20, "largest page, as sent and unpacked", "ours", "bytes")
+    reader: str = setting("text", "who reads pages: text (they are passed on as they are), policy, a model (as --model), or an OpenAI-compatible endpoint (http...)", "code reading agent")
+    reader_model: str = setting("", "name of the model at the endpoint; its key: OPENAI_API_KEY", "code reading agent")
+    reader_tokens: int = setting(2048, "policy or model as reader: longest question with its portion of a page, and answer", "ours", "tokens")
+    reader_answer_tokens: int = setting(256, "longest note of a reader", "ours", "tokens")
+    portion_chars: int = setting(40960, "length of the portions in which a page is read", "code reading agent", "characters")
+    portions: int = setting(10, "most portions of one page that are read", "ours")
+    # rollout
+    prompts: int = setting(6, "questions per step", "code train_grpo.sh")
+    samples: int = setting(16, "trajectories per question (the group)", "code train_grpo.sh")
+    max_turns: int = setting(6, "turns in all; the call of the last one is not run", "code train_grpo.sh")
+    answer_turn: bool = setting(False, "one more turn, so that max_turns calls and then an answer are possible", "paper (ten calls)")
+    browse: bool = setting(True, "offer browse_webpage; off: search alone", "code generation.py (rag)")
+    queries: int = setting(3, "queries of a search that are run", "code generation.py")
+    topk: int = setting(2, "hits per query", "code generation.py")
+    pages: int = setting(5, "pages of a call that are read", "ours")
+    only_found: bool = setting(True, "read only pages whose address the trajectory's last search gave", "code generation.py")
+    say_why: bool = setting(False, "tell the model why a page could not be read; off: it is left out", "code generation.py")
+    temperature: float = setting(1.0, "sampling temperature, no top-p", "code train_grpo.sh")
+    prompt_tokens: int = setting(320, "longest prompt; longer ones are skipped and counted", "code train_grpo.sh", "tokens")
+    turn_tokens: int = setting(64, "longest model turn", "code train_grpo.sh", "tokens")
+    observation_tokens: int = setting(192, "longest tool result", "ours", "tokens")
+    trajectory_tokens: int = setting(704, "longest trajectory after the prompt", "code train_grpo.sh", "tokens")
+    # reward
+    reward: Literal["f1", "em"] = setting("f1", "word F1 (sets of words), or exact match; -1 for a broken format", "paper (reward); code format_and_f1.py")
+    score_scope: Literal["model", "response"] = setting(
+        "model", "text the format is checked in: what the model wrote; with tool results too, as the original", "code format_and_f1.py")
+    # learning
+    mask_observations: bool = setting(True, "leave tool results out of policy loss, KL and entropy", "code dp_actor.py")
+    aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
+    updates: int = setting(1, "optimiser steps per rollout batch", "code train_grpo.sh")
+    lr: float = setting(3e-4, "learning rate of the policy (AdamW)", "code train_grpo.sh")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "ours", "steps")
+    weight_decay: float = setting(0.01, "AdamW weight decay", "ours")
+    max_grad_norm: float = setting(1.0, "gradient clipping", "ours")
+    clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code train_grpo.sh")
+    kl: float = setting(0.0, "KL coefficient: k3 in the loss", "code train_grpo.sh")
+    entropy: float = setting(0.0, "entropy bonus", "code train_grpo.sh")
+    importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
+    micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+
+
+PRESETS = {
+    "tiny": {},
+    "smollm2": dict(  # a real 135 M model on a CPU: short everything
+        model="smollm2", data="", allow="", steps=30, prompts=2, samples=4, max_turns=4, prompt_tokens=640, turn_tokens=96, observation_tokens=320,
+        trajectory_tokens=1024, portion_chars=1200, portions=1, pages=1, lr=2e-5, eval_questions=12, eval_every=0, save_every=5, micro_tokens=2048),
+    "paper": dict(  # 7B instruct
+        model="Qwen/Qwen2.5-7B-Instruct", dtype="bfloat16", device="cuda", data="train.parquet", search="https://google.serper.dev/search", allow="",
+        cache="web_cache", date="today", steps=34, prompts=256, max_turns=10, topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192,
+        trajectory_tokens=30720, lr=1e-6, warmup_steps=0, kl=0.001, entropy=0.001, page_s=20.0, reader_tokens=16384, reader_answer_tokens=1024,
+        eval_questions=500, eval_every=10, save_every=10, micro_tokens=32768),
+}
+
+# ---- Prompt -----------------------------------------------------------------------------------------------------------
+# System prompt with the tools' schemas, then the bare question (code scrl/llm_agent/generation.py)
+PROMPT = (
+    "Today is {date}. You answer questions that need deep research. Search and read pages first, then answer. Write one of two "
+    "forms: <think> reasoning </think> with <tool_call> call </tool_call>, or <think> reasoning </think> with <answer> answer "
+    "</answer>. The answer is only words, numbers or a phrase; answer yes or no where that is asked.")
+TOOLS = [
+    {"type": "function", "function": {"name": "web_search", "description": "Search the web", "parameters": {
+        "type": "object", "properties": {"query": {"type": "array", "items": {"type": "string"}, "description": "queries"}}, "required": ["query"]}}},
+    {"type": "function", "function": {"name": "browse_webpage", "description": "Read web pages", "parameters": {
+        "type": "object", "properties": {"url_list": {"type": "array", "items": {"type": "string"}, "description": "addresses"}},
+        "required": ["url_list"]}}},
+]
+THINK = "<think>"
+
+
+def render(example: Example, tokenizer, system: str = PROMPT.replace("{date}", "2025-01-01"), tools: Sequence[dict] = TOOLS) -> str:
+    """The prompt text, with <think> glued on. A chat template that knows nothing of tools gets them as a part of the system prompt."""
+    if tokenizer.chat_template is None:
+        raise UserError("DeepResearcher talks in messages: it needs an instruct model, whose tokenizer has a chat template")
+    apply = lambda text: tokenizer.apply_chat_template([{"role": "system", "content": text}, {"role": "user", "content": example.question.strip()}],
+                                                       tools=list(tools), tokenize=False, add_generation_prompt=True)
+    text = apply(system)
+    if tools[0]["function"]["name"] not in text:
+        listed = "\n".join(json.dumps(t) for t in tools)
+        text = apply(f"{system}\n\n# Tools\n<tools>\n{listed}\n</tools>\nCall a function with its JSON between <tool_call> and </tool_call>, as "
+                     '{"name": "web_search", "arguments": {"query": ["a query"]}}.')
+    return text if text.rstrip().endswith(THINK) else text + THINK
+
+
+def tool_turn(tokenizer) -> tuple[str, str]:
+    """What the chat template puts between the end of a model turn (the end token the model sampled) and a tool result, and between that and
+    the next words of the model. UserError if the template rewrites what was said before: then no turn could be kept as it was sampled."""
+    said, result = "<think> a </think>\n<answer> b </answer>", "RESULT"
+    rounds = [{"role": "assistant", "content": said}, {"role": "tool", "content": result}]
+    apply = lambda n: tokenizer.apply_chat_template([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, *rounds * n],
+                                                    tokenize=False, add_generation_prompt=True)
+    before = apply(0)
+    first, _, rest = apply(1).removeprefix(before).partition(result)
+    if apply(1) != f"{before}{first}{result}{rest}" or not first.startswith(said + tokenizer.eos_token) or apply(2) != apply(1) + f"{first}{result}{rest}":
+        raise UserError("the chat template of this model rewrites earlier turns (many drop the thoughts), so that what is trained would not be "
+                        "what was sampled; use a model whose template keeps them, such as Qwen2.5")
+    return first.removeprefix(said + tokenizer.eos_token), rest if rest.rstrip().endswith(THINK) else rest + THINK
+
+
+# ---- Environment ------------------------------------------------------------------------------------------------------
+ARGUMENT = {"web_search": "query", "browse_webpage": "url_list"}
+
+
+def parse_turn(text: str, names: Sequence[str] = tuple(ARGUMENT)) -> tuple[str, str, str | dict]:
+    """("answer" | "call" | "", thought, answer or call) of one turn that begins with <think> (code scrl/llm_agent/generation.py). Where an
+    answer is opened, a call does not count; whatever is not closed or not a call of these tools is nothing."""
+    inside = lambda tag: text.split(f"<{tag}>", 1)[1].split(f"</{tag}>", 1)[0]
+    whole = lambda tag: f"<{tag}>" in text and f"</{tag}>" in text
+    if "<think>" in text and "<answer>" in text:
+        return ("answer", inside("think"), inside("answer")) if whole("think") and whole("answer") else ("", "", "")
+    if whole("think") and whole("tool_call"):
+        try:
+            call = json.loads(inside("tool_call"))
+            given = call["arguments"][ARGUMENT[call["name"]]]
+            if call["name"] in names and isinstance(given, list) and (given or call["name"] == "web_search"):
+                return "call", inside("think"), call
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return "", "", ""  # malformed: as in the original, the trajectory ends
+    return "", "", ""
+
+
+def environment(turn: Turn, trajectory: Trajectory, names: Sequence[str], wrap: Callable[[str], str]) -> Call | End:
+    """One model turn: run its call or end. A call in a turn that was cut at its limit is not run."""
+    kind, _, content = parse_turn(THINK + turn.text, names)
+    if kind == "call" and turn.reason == "eos":
+        return Call(content["name"], json.dumps(content["arguments"][ARGUMENT[content["name"]]]), wrap)
+    return End(kind if kind == "answer" else "length" if turn.reason == "length" else "format")
+
+
+def found(trajectory: Trajectory | None, tool: str, key: str, last: bool = False) -> list[str]:
+    """The texts under a key in the results of a tool that the model was shown, in all of them or in the last one."""
+    shown = [s.text for s in trajectory.segments if s.author == "tool"] if trajectory else []
+    results = [text for call, text in zip(trajectory.calls, shown) if call.name == tool] if trajectory else []
+    return [json.loads(m) for text in (results[-1:] if last else results) for m in re.findall(rf'"{key}": ("(?:[^"\\]|\\.)*")', text)]
+
+
+def show(rows: list[dict]) -> str:
+    """A result as the model sees it: JSON, in which no tag can do harm."""
+    return neutralise(json.dumps(rows, ensure_ascii=False).encode("utf-8", "replace").decode())
+
+
+def search_pages(call: ToolCall, search: WebSearch, cfg: Config) -> str | ToolFailure:
+    """web_search: titles, addresses and snippets of the first queries."""
+    rows, outcome = [], "empty"
+    for query in [q for q in json.loads(call.argument) if isinstance(q, str)][:cfg.queries]:
+        try:
+            hits = [h.passage for h in search.search(query, cfg.topk)]
+        except PageFailure as failure:
+            hits, outcome = [], failure.outcome
+        outcome = "ok" if hits else outcome
+        rows.append({"search_query": query, "web_page_info_list": [{"title": p.title, "url": p.id, "quick_summary": p.text} for p in hits]})
+    return show(rows) if outcome == "ok" else ToolFailure(show(rows), outcome)
+
+
+def browse_pages(call: ToolCall, pages: Fetcher, reader: Reader, cfg: Config) -> str | ToolFailure:
+    """browse_webpage: what the reading agent notes in each page. Its memory is what the pages of this trajectory have given so far."""
+    known, addresses = found(call.trajectory, "browse_webpage", "page_summary"), found(call.trajectory, "web_search", "url", last=True)
+    rows, outcome = [], "empty"
+    for url in [u for u in dict.fromkeys(map(str, json.loads(call.argument)))][:cfg.pages]:
+        try:
+            if cfg.only_found and url not in addresses:
+                raise PageFailure("the last search did not find it", "unknown")
+            notes = read(reader, call.example.question, pages.fetch(url).text, known, portion_chars=cfg.portion_chars, max_portions=cfg.portions)
+        except PageFailure as failure:
+            outcome = failure.outcome if outcome == "empty" else outcome
+            rows += [{"url": url, "error": str(failure)}] if cfg.say_why else []
+            continue
+        known, outcome = known + [info for _, info in notes], "ok"
+        rows.append({"url": url, "information": [{"page_number": number, "page_summary": info} for number, info in notes]})
+    return show(rows) if outcome == "ok" else ToolFailure(show(rows), outcome)
+
+
+# ---- Reward -----------------------------------------------------------------------------------------------------------
+NORMALISE = partial(scoring.normalise_answer, punctuation_as=" ", drop_articles=False)
+SCORES = {"f1": partial(scoring.f1, normalise=NORMALISE, as_sets=True, yes_no_rule=False), "em": partial(scoring.exact_match, normalise=NORMALISE)}
+
+
+def well_formed(text: str) -> bool:
+    """As many closing as opening tags of each kind, and one behind every opening one (code format_and_f1.py)."""
+    return all(text.count(f"<{tag}>") == text.count(f"</{tag}>") and text.rfind(f"<{tag}>") <= text.rfind(f"</{tag}>") for tag in ("tool_call", "think", "answer"))
+
+
+def first_answer(text: str) -> str | None:
+    pair = re.search(r"<answer>(.*?)</answer>", text, re.S)
+    return pair[1] if pair else None
+
+
+def reward(trajectory: Trajectory, example: Example, cfg: Config) -> dict[str, float]:
+    """Named parts of the reward and their total (code format_and_f1.py): -1, or the score of the first answer; the <think> that was glued in
+    front of a turn belongs to it. f1 and em are those of the last turn, where a broken format counts 0 (code evaluate/cacluate_metrics.py)."""
+    glued = lambda text: THINK if text.rstrip().endswith(THINK) else ""
+    before = [trajectory.prompt, *(s.text for s in trajectory.segments)]
+    turns = [(glued(b) + s.text).lower() for b, s in zip(before, trajectory.segments) if s.author == "model"]
+    text = "".join(turns) if cfg.score_scope == "model" else (glued(trajectory.prompt) + trajectory.response).lower()
+    answer, formed = first_answer(text), well_formed(text)
+    last = turns[-1] if turns else ""
+    said = first_answer(last) if well_formed(last) else None
+    parts = {name: score(pred=said, gold=example.answers) if said is not None else 0.0 for name, score in SCORES.items()}
+    total = SCORES[cfg.reward](pred=answer, gold=example.answers) if formed and answer is not None else -1.0
+    return {**parts, "answered": float(said is not None), "well_formed": float(formed), "total": total}
+
+
+# ---- Train ------------------------------------------------------------------------------------------------------------
+def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
+    """(training questions, held-out questions)."""
+    if cfg.data == "tiny":
+        return questions("train", 4096, cfg.seed), questions("eval", cfg.eval_questions)
+    if not cfg.search:
+        raise UserError("questions other than the tiny world's need --search (the address of a server that speaks Serper's protocol)")
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
+
+
+def open_web(cfg: Config, examples: Sequence[Example]) -> tuple[Callable[[Example], WebSearch], Fetcher]:
+    """(the search engine for a question, the fetcher of pages). In the tiny world every world has a web of its own, served on loopback."""
+    cache = DiskCache(cfg.cache, cfg.cache_days) if cfg.cache else None
+    allow, connect_to = [a.strip() for a in cfg.allow.split(",") if a.strip() not in ("", "tiny")], {}
+    if cfg.search:
+        search = WebSearch(cfg.search, cache)
+        search.remote.check()
+        engine = lambda example: search
+    else:
+        web, names = tiny_web([e.meta["world"] for e in examples])
+        engines = {world: WebSearch(web.search_url(name), cache) for world, name in names.items()}
+        engine, connect_to = lambda example: engines[example.meta["world"]], web.connect_to
+        allow += [web.address] if "tiny" in cfg.allow.split(",") else []
+    return engine, Fetcher(allow, page_s=cfg.page_s, max_bytes=cfg.page_bytes, connect_to=connect_to, cache=cache)
+
+
+def train(cfg: Config) -> None:
+    cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    set_up_torch(cfg.seed, cfg.threads, cfg.device)
+    scoring.self_test()
+    date = datetime.now(timezone.utc).date().isoformat() if cfg.date == "today" else cfg.date
+    system = read_template(cfg.template, PROMPT, "{date}").replace("{date}", date)
+    offered = TOOLS if cfg.browse else TOOLS[:1]
+    train_set, eval_set = load_data(cfg)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
+    budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns - 1 + cfg.answer_turn)
+    engine = HFEngine(model, tokenizer, max_slots=max(cfg.prompts * cfg.samples, min(cfg.eval_questions, 256)),
+                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
+    engine_for, pages = open_web(cfg, train_set + eval_set)
+    reader, policy_reader = open_reader(cfg.reader, model, tokenizer, endpoint_model=cfg.reader_model, max_length=cfg.reader_tokens, max_tokens=cfg.reader_answer_tokens)
+    tools = {"web_search": Tool(lambda calls: [search_pages(c, engine_for(c.example), cfg) for c in calls], deadline_s=300),
+             "browse_webpage": Tool(lambda calls: [browse_pages(c, pages, reader, cfg) for c in calls], deadline_s=1200)}
+    pool, (before, after) = ToolPool(), tool_turn(tokenizer)
+    act = partial(environment, names=[t["function"]["name"] for t in offered], wrap=lambda text: before + text + after)
+    prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, system, offered), tokenizer, budget)
+    eval_prompts, _ = prompts_of(eval_set)
+
+    def sync() -> None:
+        engine.sync(model)
+        if policy_reader:
+            policy_reader.sync(model)
+
+    def answer_eval() -> tuple[list[Trajectory], list[dict]]:
+        """Greedy answers to the held-out questions, and their reward parts."""
+        sync()
+        trajectories = rollout(engine, tokenizer, eval_prompts, act, tools, budget, pool, temperature=0.0)
+        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+
+    if cfg.evaluate:
+        return print_evaluation(cfg.evaluate, "f1", cfg, *answer_eval())
+    run = Run(cfg, method="deep_researcher", metric="f1", total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
+    trained = {"model": model, "optimizer": optimizer}
+    first = run.restore(trained) if cfg.resume else 0
+    if run.before is None:
+        run.before = run.log_eval(0, *answer_eval(), tokenizer)
+
+    for step in range(first, cfg.steps):
+        # 1. sample
+        clock = Clock()
+        sync()
+        prompts, skipped = prompts_of([train_set[i] for i in order(cfg.seed, step, len(train_set), cfg.prompts)])
+        trajectories = rollout(engine, tokenizer, prompts, act, tools, budget, pool, samples=cfg.samples, temperature=cfg.temperature,
+                               seed=cfg.seed, step=step)
+        clock.lap("sample_s")
+
+        # 2. score
+        parts = [reward(t, t.example, cfg) for t in trajectories]
+        rewards_B = torch.tensor([p["total"] for p in parts], device=cfg.device)
+        batch = collate(trajectories, cfg.device)
+        trained_BT = batch.sampled_BT if cfg.mask_observations else batch.response_BT
+        nan_BT = torch.full_like(batch.sampler_BT, torch.nan)
+        score_with = lambda m: score(m, batch.ids_BT, batch.lengths_B, batch.starts_B, trained_BT, temperature=cfg.temperature, micro_tokens=cfg.micro_tokens)
+        old_BT = score_with(model) if cfg.updates > 1 else nan_BT
+        ref_BT = score_with(reference) if reference else None
+
+        # 3. advantages
+        advantages_BT = losses.group_advantages(rewards_B.view(-1, cfg.samples)).view(-1, 1).expand_as(nan_BT)
+        clock.lap("logprob_s")
+
+        # 4. update
+        experience = Experience(batch.ids_BT, batch.lengths_B, batch.starts_B, trained_BT, batch.sampled_BT, batch.sampler_BT, old_BT, advantages_BT, ref_BT)
+        done = []
+        for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
+            done.append(policy_step(
+                model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
+                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens * budget.turns, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
+                entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
+        clock.lap("update_s")
+
+        # 5. log, evaluate, save
+        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, cfg.samples,
+                      {**joined(done), "skipped_prompts": skipped})
+        if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
+            run.log_eval(step + 1, *answer_eval(), tokenizer)
+        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+            run.save(step + 1, trained)
+        run.stop_if_asked(step + 1)
+
+    run.finish(run.log_eval(cfg.steps, *answer_eval(), tokenizer))
+    save_policy(run.folder / "model", model, tokenizer)
+    print(run.closing_line(write_report(run.folder)))
+
+
+if __name__ == "__main__":
+    main(lambda: train(parse_config(Config, PRESETS)))
