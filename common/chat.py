@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from common import UserError
 from common.engine import HFEngine
+from common.net import TooLarge, endpoint, exchange, hidden
 from common.policy import load_model
 
 Ask = Callable[[Sequence[str]], list[str]]  # one user message each -> one answer each
@@ -24,16 +25,17 @@ KEY = "OPENAI_API_KEY"
 
 
 # ---- turns ------------------------------------------------------------------------------------------------------------
-def next_user_turn(tokenizer, eos_ids: Iterable[int]) -> tuple[str, str]:
-    """What stands before and after the text of a user's turn that follows a turn the model has ended itself (its end token is there).
+def next_user_turn(tokenizer, eos_ids: Iterable[int], role: str = "user", thought: str = "") -> tuple[str, str]:
+    """What stands before and after the text of a user's turn (or that of another role, such as "tool") that follows a turn the model has ended
+    itself (its end token is there). thought: what the model's turns begin with, where a template could take it out later.
 
     Found once by rendering a dialogue of three turns. UserError where there is no template, where it changes what was said before (then what
     the model sampled would no longer be what it is shown), or where it ends a turn with something the model cannot sample.
     """
     if tokenizer.chat_template is None:
         raise UserError("this method talks in turns, and the model's tokenizer has no chat template: use an instruction-tuned model")
-    said = [f"This is message {word}." for word in ("one", "two", "three", "four", "five")]
-    dialogue = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    said = [f"{thought if i % 2 else ''}This is message {word}." for i, word in enumerate(("one", "two", "three", "four", "five"))]
+    dialogue = [{"role": "assistant" if i % 2 else role if i else "user", "content": text} for i, text in enumerate(said)]
     texts = [tokenizer.apply_chat_template(dialogue[:n], tokenize=False, add_generation_prompt=True) for n in (1, 3, 5)]
     glue = []
     for i, (shorter, longer) in enumerate(zip(texts, texts[1:])):
@@ -80,8 +82,7 @@ class Server:
             raise UserError(f"the chat server {url} may serve several models: name the one that shall answer")
         self.url, self.model, self.max_tokens = url, model, max_tokens
         self.timeout_s, self.retries, self.backoff_s, self.at_once, self.max_answer_bytes = timeout_s, retries, backoff_s, at_once, max_answer_bytes
-        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._path = parts.netloc, parts.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self._endpoint = endpoint(url, "/chat/completions")
 
     def __call__(self, messages: Sequence[str]) -> list[str]:
         failures: list[Exception] = []
@@ -113,34 +114,24 @@ class Server:
         raise UserError(f"the chat server {self.url} does not answer ({reason}; {attempt + 1} tries): start it, or give another address")
 
     def _post(self, body: bytes) -> bytes:
-        end = time.monotonic() + self.timeout_s
-        connection = self._connect(self._host, timeout=self.timeout_s)
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if key := os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {key}"
+        key = os.environ.get(KEY, "")
+        headers = {"Content-Type": "application/json", "Accept": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        e = self._endpoint
         try:
-            connection.request("POST", self._path, body, headers)
-            response, answer = connection.getresponse(), bytearray()
-            while chunk := response.read1(1 << 16):  # returns what has come, so that a trickling server meets the time limit too
-                answer += chunk
-                if len(answer) > self.max_answer_bytes:
-                    raise UserError(f"the chat server {self.url} sent more than {self.max_answer_bytes:,} bytes for one answer: check the address")
-                if time.monotonic() > end:
-                    raise TimeoutError
-            if response.length:
-                raise _Transient("its answer was cut off")
+            answer = exchange("POST", e.scheme, e.host, e.port, e.path, body, headers, end=time.monotonic() + self.timeout_s, max_bytes=self.max_answer_bytes)
+        except TooLarge:
+            raise UserError(f"the chat server {self.url} sent more than {self.max_answer_bytes:,} bytes for one answer: check the address") from None
         except TimeoutError:
             raise _Transient(f"no full answer within {self.timeout_s:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise _Transient(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
-        finally:
-            connection.close()
-        if response.status in (408, 429) or response.status >= 500:
-            raise _Transient(f"HTTP {response.status}")
-        if response.status != 200:
-            raise UserError(f"the chat server {self.url} refused the request (HTTP {response.status}, {_clip(answer)}): check address, model name "
+        if answer.status in (408, 429) or answer.status >= 500:
+            raise _Transient(f"HTTP {answer.status}")
+        if answer.status != 200:
+            said = _clip(hidden(answer.body.decode("utf-8", "replace"), key).encode())
+            raise UserError(f"the chat server {self.url} refused the request (HTTP {answer.status}, {said}): check address, model name "
                             f"{self.model!r} and the key in ${KEY}")
-        return bytes(answer)
+        return answer.body
 
     def _answer(self, raw: bytes) -> str:
         try:

@@ -1,4 +1,4 @@
-"""HTTP requests that end in time, whoever is at the other end, and a client of chat servers.
+"""HTTP requests that end in time, whoever is at the other end.
 
 `http.client` limits single reads: a server that sends one byte a second, in its headers or in its body, can hold a client for hours. Here
 connecting, the TLS handshake, sending, headers and body share one deadline, and the body has a size limit. Redirects and proxy variables are
@@ -6,8 +6,6 @@ not followed: the address given is the one asked.
 """
 import http.client
 import io
-import json
-import os
 import re
 import socket
 import ssl
@@ -127,52 +125,6 @@ def exchange(method: str, scheme: str, host: str, port: int | None, path: str, b
         return Answer(response.status, response.headers, bytes(content))
     finally:
         sock.close()
-
-
-class EndpointDown(UserError):
-    """A chat server did not answer, or answered something else: the run stops."""
-
-
-class ChatEndpoint:
-    """Any server that speaks OpenAI's chat protocol: POST <url>/chat/completions. The key comes from the environment, and is never shown.
-
-    timeout_s: one try; retries: further tries after a broken connection, a timeout, 408, 429 or 5xx, with pauses of 0.5 s, doubled each time.
-    Threads may share one.
-    """
-
-    def __init__(self, url: str, model: str, *, key_variable: str = "OPENAI_API_KEY", timeout_s: float = 120, retries: int = 3):
-        self.endpoint, self.model, self.timeout_s, self.retries = endpoint(url, "/chat/completions"), model, timeout_s, retries
-        self._key = os.environ.get(key_variable, "")
-
-    def ask(self, prompt: str, max_tokens: int, temperature: float = 0.0) -> str:
-        """The answer to one user message. EndpointDown where there is none."""
-        e = self.endpoint
-        body = json.dumps({"model": self.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "temperature": temperature})
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(0.5 * 2 ** (attempt - 1))
-            try:
-                answer = exchange("POST", e.scheme, e.host, e.port, e.path, body.encode(), headers, end=time.monotonic() + self.timeout_s, max_bytes=8 << 20)
-            except TimeoutError:
-                reason = f"no full answer within {self.timeout_s:g} s"
-                continue
-            except (OSError, http.client.HTTPException, TooLarge) as error:
-                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                continue
-            if answer.status == 200:
-                try:
-                    text = json.loads(answer.body)["choices"][0]["message"]["content"]
-                    if isinstance(text, str):
-                        return text
-                    reason = "its message holds no text"
-                except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-                    reason = f"its answer is not what the protocol says ({type(error).__name__})"
-                break
-            reason = f"HTTP {answer.status}, {ascii(hidden(answer.body.decode('utf-8', 'replace'), self._key)[:200])}"
-            if answer.status not in (408, 429) and answer.status < 500:
-                break
-        raise EndpointDown(f"the chat server {e.url} does not answer ({reason}); check address, model name {self.model!r} and key")
 
 
 def hidden(text: str, *secrets: str) -> str:

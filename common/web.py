@@ -37,7 +37,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from common import UserError
-from common.net import ChatEndpoint, TooLarge, exchange
+from common.net import TooLarge, exchange
 from common.search import BM25, Hit, Passage, RemoteRetriever, RetrieverDown, neutralise
 from common.tiny.world import world
 
@@ -489,11 +489,6 @@ def by_model(ask: Callable[[str, str, str], str], memory_chars: int = 8000) -> R
     return reader
 
 
-def ask_endpoint(endpoint: ChatEndpoint, max_tokens: int) -> Callable[[str, str, str], str]:
-    """A model behind an OpenAI-compatible endpoint."""
-    return lambda before, portion, after: endpoint.ask(before + portion + after, max_tokens)
-
-
 class LocalModel:
     """A model of this process that is asked through an engine of its own, greedily, one question at a time. The policy can be it: its
     weights are shared, so `sync` after every update is all it needs. A portion that does not fit is cut. Threads may share one."""
@@ -529,7 +524,9 @@ def open_reader(who: str, model, tokenizer, *, endpoint_model: str = "", max_len
     if who == "text":
         return by_rule, None
     if who.startswith(("http://", "https://")):
-        return by_model(ask_endpoint(ChatEndpoint(who, endpoint_model), max_tokens)), None
+        from common.chat import open_chat
+        chat = open_chat(who, model=endpoint_model, max_tokens=max_tokens)
+        return by_model(lambda *parts: chat(["".join(parts)])[0]), None
     if who != "policy":
         from common.policy import load_model
         model, tokenizer = load_model(who, "float32" if model.device.type == "cpu" else "bfloat16", model.device.type)

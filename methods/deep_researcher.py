@@ -43,6 +43,7 @@ from typing import Literal
 import torch
 
 from common import UserError, losses, scoring
+from common.chat import next_user_turn
 from common.data import Example, order, training_and_held_out
 from common.engine import HFEngine
 from common.policy import load_model, lr_at, make_optimizer, save_policy
@@ -51,7 +52,7 @@ from common.rollout import Budget, Call, End, Tool, ToolCall, ToolFailure, ToolP
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.search import neutralise
 from common.tiny.world import questions
-from common.update import Experience, joined, mini_batches, policy_step, score
+from common.update import Experience, joined, mini_batches, policy_step, score, supervised_step
 from common.web import DiskCache, Fetcher, PageFailure, Reader, WebSearch, open_reader, read, tiny_web
 
 
@@ -124,18 +125,22 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code train_grpo.sh")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    # supervised warm-up (not part of the paper)
+    warmup: int = setting(110, "supervised steps before RL that teach to write a name into a call, not when to call; 0: none, as the paper", "ours", "steps")
+    warmup_lr: float = setting(1e-3, "peak learning rate of the warm-up", "ours")
 
 
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
         model="smollm2", data="", allow="", steps=30, prompts=2, samples=4, max_turns=4, prompt_tokens=640, turn_tokens=96, observation_tokens=320,
-        trajectory_tokens=1024, portion_chars=1200, portions=1, pages=1, lr=2e-5, eval_questions=12, eval_every=0, save_every=5, micro_tokens=2048),
+        trajectory_tokens=1024, portion_chars=1200, portions=1, pages=1, lr=2e-5, eval_questions=12, eval_every=0, save_every=5, micro_tokens=2048,
+        warmup=0),
     "paper": dict(  # 7B instruct
         model="Qwen/Qwen2.5-7B-Instruct", dtype="bfloat16", device="cuda", data="train.parquet", search="https://google.serper.dev/search", allow="",
         cache="web_cache", date="today", steps=34, prompts=256, max_turns=10, topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192,
         trajectory_tokens=30720, lr=1e-6, warmup_steps=0, kl=0.001, entropy=0.001, page_s=20.0, reader_tokens=16384, reader_answer_tokens=1024,
-        eval_questions=500, eval_every=10, save_every=10, micro_tokens=32768),
+        eval_questions=500, eval_every=10, save_every=10, micro_tokens=32768, warmup=0),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -165,22 +170,12 @@ def render(example: Example, tokenizer, system: str = PROMPT.replace("{date}", "
         listed = "\n".join(json.dumps(t) for t in tools)
         text = apply(f"{system}\n\n# Tools\n<tools>\n{listed}\n</tools>\nCall a function with its JSON between <tool_call> and </tool_call>, as "
                      '{"name": "web_search", "arguments": {"query": ["a query"]}}.')
+    return with_think(text)
+
+
+def with_think(text: str) -> str:
+    """<think> at the end of what the model goes on from; some templates have put it there."""
     return text if text.rstrip().endswith(THINK) else text + THINK
-
-
-def tool_turn(tokenizer) -> tuple[str, str]:
-    """What the chat template puts between the end of a model turn (the end token the model sampled) and a tool result, and between that and
-    the next words of the model. UserError if the template rewrites what was said before: then no turn could be kept as it was sampled."""
-    said, result = "<think> a </think>\n<answer> b </answer>", "RESULT"
-    rounds = [{"role": "assistant", "content": said}, {"role": "tool", "content": result}]
-    apply = lambda n: tokenizer.apply_chat_template([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, *rounds * n],
-                                                    tokenize=False, add_generation_prompt=True)
-    before = apply(0)
-    first, _, rest = apply(1).removeprefix(before).partition(result)
-    if apply(1) != f"{before}{first}{result}{rest}" or not first.startswith(said + tokenizer.eos_token) or apply(2) != apply(1) + f"{first}{result}{rest}":
-        raise UserError("the chat template of this model rewrites earlier turns (many drop the thoughts), so that what is trained would not be "
-                        "what was sampled; use a model whose template keeps them, such as Qwen2.5")
-    return first.removeprefix(said + tokenizer.eos_token), rest if rest.rstrip().endswith(THINK) else rest + THINK
 
 
 # ---- Environment ------------------------------------------------------------------------------------------------------
@@ -330,8 +325,8 @@ def train(cfg: Config) -> None:
     reader, policy_reader = open_reader(cfg.reader, model, tokenizer, endpoint_model=cfg.reader_model, max_length=cfg.reader_tokens, max_tokens=cfg.reader_answer_tokens)
     tools = {"web_search": Tool(lambda calls: [search_pages(c, engine_for(c.example), cfg) for c in calls], deadline_s=300),
              "browse_webpage": Tool(lambda calls: [browse_pages(c, pages, reader, cfg) for c in calls], deadline_s=1200)}
-    pool, (before, after) = ToolPool(), tool_turn(tokenizer)
-    act = partial(environment, names=[t["function"]["name"] for t in offered], wrap=lambda text: before + text + after)
+    pool, (before, after) = ToolPool(), next_user_turn(tokenizer, engine.eos_ids, role="tool", thought="<think> a </think>\n")
+    act = partial(environment, names=[t["function"]["name"] for t in offered], wrap=lambda text: with_think(before + text + after))
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, system, offered), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
 
@@ -353,6 +348,9 @@ def train(cfg: Config) -> None:
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
+        if cfg.warmup:
+            warm_up(cfg, model, tokenizer, train_set, run)
+            run.log_eval(0, *answer_eval(), tokenizer)
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -399,6 +397,37 @@ def train(cfg: Config) -> None:
     run.finish(run.log_eval(cfg.steps, *answer_eval(), tokenizer))
     save_policy(run.folder / "model", model, tokenizer)
     print(run.closing_line(write_report(run.folder)))
+
+
+# ---- Supervised warm-up (ours) ----------------------------------------------------------------------------------------
+NAME = re.compile(r"[A-Z][\w'.-]*(?: (?:of|the|and|de|in|[A-Z0-9][\w'.-]*))*")
+CALLS = 12  # in a row of the lesson
+
+
+def lesson(names: Sequence[str], tokenizer) -> tuple[list[int], list[int]]:
+    """Ids and loss mask of turns that search for these names: what is learned is to write into the call the name that stands in the thought,
+    nothing else. After pre-training the tiny model knows of what kind a name must be there, but not which one it was."""
+    ids, mask = [], []
+    for name in names:
+        before, _, after = (f'{THINK} I look up {name}. </think>\n<tool_call>\n{{"name": "web_search", "arguments": {{"query": ["\0"]}}}}\n</tool_call>'
+                            f"{tokenizer.eos_token}\n").partition("\0")
+        for text, learned in ((before, 0), (name, 1), (after, 0)):
+            piece = tokenizer.encode(text, add_special_tokens=False)
+            ids, mask = ids + piece, mask + [learned] * len(piece)
+    return ids, mask
+
+
+def warm_up(cfg: Config, model, tokenizer, train_set: list[Example], run: Run) -> None:
+    """Supervised steps on lessons about the names in the training questions."""
+    names = [max(found, key=len) for e in train_set if (found := NAME.findall(e.question.split(" ", 1)[-1]))]
+    if not names:
+        raise UserError(f"--warmup: no question of {cfg.data} holds a name; use --warmup 0")
+    optimizer = make_optimizer(model.parameters(), cfg.warmup_lr)
+    for step in range(cfg.warmup):
+        picked = [names[i] for i in order(cfg.seed, step, len(names), 8 * CALLS)]
+        loss = supervised_step(model, optimizer, [lesson(picked[i::8], tokenizer) for i in range(8)], lr=lr_at(step, cfg.warmup, cfg.warmup_lr, 5),
+                               micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
+        run.log("warmup", 0, {"loss": loss})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 import contextlib
 import http.server
 import json
+import socket
 import threading
 import time
 
@@ -83,6 +84,28 @@ def test_a_server_that_fails_ends_in_one_sentence(answer, reason):
     assert "\n" not in str(caught.value)
 
 
+def test_a_server_that_sends_the_key_back_or_drips_its_headers(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k-123")
+    with serving(lambda n, h, b: (403, b" " * 190 + b"not your key: k-123")) as (url, _), pytest.raises(UserError, match="refused") as caught:
+        Server(url, "m", 5)(["?"])
+    assert "k-1" not in str(caught.value)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drip():
+        connection, _ = listener.accept()
+        with contextlib.suppress(OSError):  # the client leaves
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            while True:
+                time.sleep(0.02)
+                connection.sendall(b"y")
+    threading.Thread(target=drip, daemon=True).start()
+    start = time.monotonic()
+    with pytest.raises(UserError, match="no full answer within 0.3 s"):
+        Server(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", "m", 5, timeout_s=0.3, retries=0)(["?"])
+    assert time.monotonic() - start < 2
+    listener.close()
+
+
 def test_no_server_no_model_no_address():
     with pytest.raises(UserError, match="does not answer"):
         Server("http://127.0.0.1:9/v1", "m", 5, retries=1, backoff_s=0.001)(["?"] * 50)
@@ -108,6 +131,8 @@ def test_a_model_of_its_own():
 
 def test_next_user_turn_of_a_template():
     _, tokenizer = load_model("tiny")
+    assert next_user_turn(tokenizer, [tokenizer.eos_token_id], role="tool") == ("\n<|im_start|>user\n<tool_response>\n",
+                                                                               "\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert next_user_turn(tokenizer, [tokenizer.eos_token_id]) == ("\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(UserError, match="end token"):
         next_user_turn(tokenizer, [tokenizer.encode("a")[0]])
@@ -119,3 +144,13 @@ def test_next_user_turn_of_a_template():
     with pytest.raises(UserError, match="no chat template"):
         next_user_turn(tokenizer, [tokenizer.eos_token_id])
     tokenizer.chat_template = template
+
+
+def test_a_template_that_drops_thoughts_is_refused_where_turns_have_thoughts():
+    _, tokenizer = load_model("tiny")
+    tokenizer.chat_template = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>"
+                               "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+    end = [tokenizer.eos_token_id]
+    assert next_user_turn(tokenizer, end, role="tool") == ("<tool>", "<|im_end|><assistant>")
+    with pytest.raises(UserError, match="only appends"):
+        next_user_turn(tokenizer, end, role="tool", thought="<think> a </think>")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from common import UserError
+from common.chat import next_user_turn
 from common.data import Example, load_examples
 from common.policy import load_model
 from common.rollout import Budget, Call, End, Segment, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, make_prompts, rollout
@@ -19,13 +20,13 @@ from tests.helpers import ScriptedEngine
 
 CFG = m.Config()
 TOKENIZER = load_model("tiny")[1]
-BEFORE, AFTER = m.tool_turn(TOKENIZER)
+BEFORE, AFTER = next_user_turn(TOKENIZER, [TOKENIZER.eos_token_id], role="tool", thought="<think> a </think>\n")
 SEARCH = ' I look. </think>\n<tool_call>\n{"name": "web_search", "arguments": {"query": ["ada"]}}\n</tool_call>'
 ANSWER = " Done. </think>\n<answer> Nadia Orlov </answer>"
 
 
 def wrap(text):
-    return BEFORE + text + AFTER
+    return m.with_think(BEFORE + text + AFTER)
 
 
 def trajectory(*segments, gold=("Nadia Orlov",), calls=()):
@@ -88,15 +89,6 @@ def test_prompts_of_other_templates():
             return "".join(f"<|im_start|>{x['role']}\n{x['content']}<|im_end|>\n" for x in messages) + "<|im_start|>assistant\n"
     text = m.render(e, Plain())
     assert text.count("browse_webpage") == 1 and text.endswith("<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>")
-    assert m.tool_turn(Plain()) == ("\n<|im_start|>tool\n", "<|im_end|>\n<|im_start|>assistant\n<think>")
-
-    class Forgetful(Plain):  # as Qwen3's: drops the thoughts of earlier turns
-        def apply_chat_template(self, messages, **options):
-            last = max((i for i, x in enumerate(messages) if x["role"] == "assistant"), default=-1)
-            kept = [x if x["role"] != "assistant" or i == last else {**x, "content": x["content"].split("</think>")[-1]} for i, x in enumerate(messages)]
-            return super().apply_chat_template(kept, **options)
-    with pytest.raises(UserError, match="rewrites earlier turns"):
-        m.tool_turn(Forgetful())
     Plain.chat_template = None
     with pytest.raises(UserError, match="needs an instruct model"):
         m.render(e, Plain())
@@ -313,7 +305,7 @@ def test_rows_of_the_original_run_against_a_local_web(tmp_path, monkeypatch):
     assert first.question == "who wrote book 0?" and first.answers == ("Author 0", "A. 0") and first.meta["source"] == "nq"
     web = LocalWeb({"": BM25([Passage(str(i), f'"Book {i}"\nBook {i} was written by Author {i}.') for i in range(24)])})
     m.train(replace(CFG, name="rows", data="dev.parquet", search=web.search_url(), allow=web.address, cache="kept", steps=2, prompts=2, samples=3, eval_questions=4,
-                    eval_every=0, max_turns=3, threads=1, reader="policy", reader_tokens=512, reader_answer_tokens=8, kl=0.01))
+                    eval_every=0, max_turns=3, threads=1, reader="policy", reader_tokens=512, reader_answer_tokens=8, kl=0.01, warmup=0))
     lines = [json.loads(line) for line in open("runs/deep_researcher/rows/metrics.jsonl")]
     assert [(x["kind"], x["step"]) for x in lines] == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
     assert json.load(open("runs/deep_researcher/rows/summary.json"))["metric"] == "f1"
