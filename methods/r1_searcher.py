@@ -25,6 +25,7 @@ Changed, and why:
   - the reward reads only what the model wrote (`score_scope`). The original counts tags and looks for the word "assistant" in the retrieved
     text too, so the model pays for its documents, and for a search that finds nothing; and it scores only what follows the last
     "Assistant: <think>", so an invented second turn replaces the answer (train/reward_server_qwen_zero.py).
+  - a trajectory carries its gold answer and its group; the original looks the answer up by the question's words and sorts samples by idx.
   - temperature 1 without the code's top-p of 0.95: the trainer's log-probs are those of the whole distribution.
   - both stages are one run; each has its own cosine, as if it were a run of its own, but optimiser and KL reference stay.
 
@@ -68,7 +69,7 @@ class Config:
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2, paper (Qwen) or paper_llama", "ours")
     name: str = setting("", "name of the run's folder in runs/r1_searcher/ (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
-    steps: int = setting(40, "optimisation steps (one rollout batch each), stage 1 included", "paper §3.3")
+    steps: int = setting(48, "optimisation steps (one rollout batch each), stage 1 included", "paper §3.3")
     stage1_steps: int = setting(8, "how many of them, the first ones, are stage 1; 0: without stage 1", "paper §2.2")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
@@ -77,26 +78,26 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
-    data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file (also one of --select), or a hub data set id", "paper §2.1")
+    data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §2.1")
     stage1_data: str = setting("", "questions of stage 1, as --data (default: the same)", "paper §2.1")
-    corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (needed unless the questions are the tiny world's)", "paper §3.3")
+    corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (the tiny world needs none)", "paper §3.3")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
     eval_questions: int = setting(200, "held-out questions", "ours")
-    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
-    save_every: int = setting(20, "checkpoint every so many steps", "ours")
+    eval_every: int = setting(12, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
+    save_every: int = setting(24, "checkpoint every so many steps", "ours")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     prompt: Literal["base", "instruct"] = setting("base", "plain text, or the chat template with a system message", "paper §2.2.2")
     template: str = setting("", "file with another prompt; base: it must hold {question}; instruct: the system message", "ours")
     # data selection
     select: bool = setting(False, "instead of training, sort questions by difficulty and write stage_1.jsonl and stage_2.jsonl", "paper §2.1")
-    select_questions: int = setting(256, "training questions that are sorted", "paper §2.1")
+    select_questions: int = setting(256, "training questions that are sorted", "ours")
     easy_below: int = setting(3, "easy: the first right answer took fewer rollouts than this", "paper §2.1", "rollouts")
     difficult_above: int = setting(8, "difficult: it took more than this; between the two: medium", "paper §2.1", "rollouts")
     stage1_questions: int = setting(48, "medium questions that go to stage 1; the others and the difficult ones go to stage 2", "paper §2.1")
     # rollout
-    prompts: int = setting(12, "questions per step", "code scripts/qwen_reinforce_plus_train.sh")
-    stage1_prompts: int = setting(0, "questions per step in stage 1; 0: as many", "code scripts/llama_stage1")
-    samples: int = setting(8, "trajectories per question", "code scripts/qwen_reinforce_plus_train.sh")
+    prompts: int = setting(12, "questions per step", "code scripts/")
+    stage1_prompts: int = setting(0, "questions per step in stage 1; 0: as many", "code scripts/")
+    samples: int = setting(8, "trajectories per question", "code scripts/")
     max_turns: int = setting(3, "segments whose search is run; one more segment may answer", "code experience_maker.py")
     topk: int = setting(2, "documents per search", "code experience_maker.py")
     temperature: float = setting(1.0, "sampling temperature, no top-p", "paper §3.3")
@@ -108,18 +109,18 @@ class Config:
     stage1_reward: Literal["paper", "code"] = setting("paper", "search and format; or these and +1 or -1 for covering the answer", "paper §2.2.1")
     reward: Literal["f1", "cover_em", "em"] = setting("f1", "stage 2: word F1; or +1 or -1 for covering or matching the answer", "paper §4.2")
     family: Literal["qwen", "llama", "paper"] = setting("qwen", "whose format rules and penalty: -2, -1, or the paper's -2 with Llama's rules", "code train/")
-    score_scope: Literal["model", "all"] = setting("model", "text the reward reads: what the model wrote; with prompt and results, as the original", "code train/")
+    score_scope: Literal["model", "all"] = setting("model", "text the reward reads: what the model wrote; all of it, as the original", "code train/")
     # learning
-    stage1_scale: Literal["batch", "group"] = setting("batch", "stage 1: advantages whitened over the batch, or divided by the group's deviation", "code scripts/llama_stage1")
+    stage1_scale: Literal["batch", "group"] = setting("batch", "stage 1: whiten over the batch, or divide by the group's deviation", "code scripts/")
     mask_observations: bool = setting(True, "leave retrieved tokens out of policy loss, KL and whitening", "paper §2.2.2")
-    aggregation: Literal["token", "sequence", "constant"] = setting("sequence", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code OpenRLHF-RAG")
-    updates: int = setting(4, "optimiser steps per rollout batch", "code scripts/qwen_reinforce_plus_train.sh")
-    lr: float = setting(2e-4, "learning rate of the policy (AdamW); falls in a cosine to a tenth, in each stage", "code scripts/qwen_reinforce_plus_train.sh")
-    warmup_steps: int = setting(0, "linear warm-up of the policy's rate, in steps", "code scripts/qwen_reinforce_plus_train.sh", "steps")
-    weight_decay: float = setting(0.0, "AdamW weight decay; betas are 0.9 and 0.95", "code OpenRLHF-RAG")
-    max_grad_norm: float = setting(1.0, "gradient clipping", "code OpenRLHF-RAG")
-    clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code OpenRLHF-RAG")
-    kl: float = setting(0.0, "KL coefficient, k1 in the reward (Llama: 1e-4)", "code scripts/qwen_reinforce_plus_train.sh")
+    aggregation: Literal["token", "sequence", "constant"] = setting("sequence", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code OpenRLHF-RAG/")
+    updates: int = setting(4, "optimiser steps per rollout batch", "code scripts/")
+    lr: float = setting(3e-4, "learning rate of the policy (AdamW); in each stage a cosine down to a tenth", "code scripts/")
+    warmup_steps: int = setting(0, "linear warm-up of the policy's rate, in steps", "code scripts/", "steps")
+    weight_decay: float = setting(0.0, "AdamW weight decay; betas are 0.9 and 0.95", "code OpenRLHF-RAG/")
+    max_grad_norm: float = setting(1.0, "gradient clipping", "code OpenRLHF-RAG/")
+    clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code OpenRLHF-RAG/")
+    kl: float = setting(0.0, "KL coefficient, k1 in the reward (Llama: 1e-4)", "code scripts/")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
     # supervised warm-up (not part of the paper)
@@ -128,9 +129,9 @@ class Config:
     warmup_lr: float = setting(1e-4, "learning rate of the warm-up", "ours")
 
 
-PAPER = dict(  # Qwen2.5-7B base as the released script, which starts at stage 2; a stage 1 needs --stage1-steps and --stage1-data
+PAPER = dict(  # Qwen2.5-7B base, one epoch, as the released script, which starts at stage 2; a stage 1 needs --stage1-steps and --stage1-data
     model="Qwen/Qwen2.5-7B", device="cuda", data="XXsongLALA/RAG-RL-Hotpotqa-with-2wiki", corpus="r1_searcher+http://127.0.0.1:5004",
-    steps=127, stage1_steps=0, select_questions=20000, easy_below=10, difficult_above=20, stage1_questions=350, prompts=64, samples=16,
+    steps=119, stage1_steps=0, select_questions=20000, easy_below=10, difficult_above=20, stage1_questions=350, prompts=64, samples=16,
     max_turns=8, topk=3, prompt_tokens=1024, turn_tokens=512, observation_tokens=1024, trajectory_tokens=12800, lr=2e-6,
     eval_questions=500, eval_every=25, save_every=25, micro_tokens=32768)
 PRESETS = {
@@ -140,9 +141,9 @@ PRESETS = {
         max_turns=2, prompt_tokens=320, turn_tokens=64, observation_tokens=192, trajectory_tokens=512, updates=2, lr=2e-5, warmup=12,
         eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": PAPER,
-    "paper_llama": PAPER | dict(  # both stages: 23 steps over 350 questions, 125 over 8,148 (the code's files, one epoch each)
+    "paper_llama": PAPER | dict(  # both stages on the released files, one epoch each: 350 questions, and 8,148 less the held-out ones
         model="meta-llama/Llama-3.1-8B-Instruct", data="stage_2.jsonl", stage1_data="stage_1.jsonl", prompt="instruct", family="llama",
-        steps=148, stage1_steps=23, stage1_reward="code", stage1_scale="group", stage1_prompts=15, prompts=65, kl=1e-4),
+        steps=140, stage1_steps=23, stage1_reward="code", stage1_scale="group", stage1_prompts=15, prompts=65, kl=1e-4),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -187,7 +188,8 @@ def render_passages(passages: list[Passage]) -> str:
 
 
 def wrap_passages(text: str) -> str:
-    return f"\n\n{BEGIN_DOCUMENTS}\n{text.strip() + chr(10) if text.strip() else 'None'}{END_DOCUMENTS}\n\n"
+    documents = text.strip() + "\n" if text.strip() else "None"
+    return f"\n\n{BEGIN_DOCUMENTS}\n{documents}{END_DOCUMENTS}\n\n"
 
 
 def environment(turn: Turn, trajectory: Trajectory) -> Call | End:
@@ -389,7 +391,8 @@ def select(cfg: Config, prompts: list[Prompt], sample: Callable) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for stage, picked in stages.items():
         write_atomic(folder / f"stage_{stage}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in picked))
-        print(f"{folder / f'stage_{stage}.jsonl'}: {len(picked)} questions, for {'--stage1-data' if stage == 1 else '--data'}")
+        print(f"{folder / f'stage_{stage}.jsonl'}: {len(picked)} questions, for {'--stage1-data' if stage == 1 else '--data'}"
+              f"{' with --eval-data tiny' if cfg.data == 'tiny' and stage == 2 else ''}")
 
 
 # ---- Supervised warm-up (ours) ----------------------------------------------------------------------------------------
