@@ -33,7 +33,7 @@ def warm_up(cfg, model, tokenizer, train_set: Sequence[Example], render: Callabl
         if len(rows) < cfg.warmup_traces and (segments := demonstrate(train_set[i])):
             rows.append(demonstration_row(render(train_set[i]), segments, tokenizer, wrap, cfg.observation_tokens))
     if not rows:
-        raise UserError(f"--warmup: no question of {cfg.data} could be answered by rule from {cfg.corpus}; use --warmup 0")
+        raise UserError(f"--warmup: no question of {cfg.data} could be answered by rule; use --warmup 0")
     optimizer = make_optimizer(model.parameters(), cfg.warmup_lr)
     for step in range(cfg.warmup):
         picked = [rows[i] for i in order(cfg.seed, step, len(rows), min(8, len(rows)))]

@@ -22,6 +22,9 @@ search found, portions of 40,960 characters, reward, GRPO with 16 samples, all h
   - the reward reads only what the model wrote (`score_scope`): in the original a tag in a web page costs -1 (format_and_f1.py).
   - a turn is read by itself: in the original an empty thought spoils the turns of the trajectories behind it in the batch.
   - results are JSON, not printed Python lists; tags in them are made harmless; time and size of pages are limited.
+  - before RL the presets tiny and smollm2 have supervised steps, which the paper has not (`--lesson 0 --warmup 0` leaves them out). The tiny
+    model cannot copy a name into JSON: it writes any name of that kind, so searches fail, every call costs reward and RL unlearns to call.
+    `write_names` teaches that, `demonstration` shows a few whole traces.
   - the word F1 that is reported reads the last turn and counts a broken format 0, not -1, as the original's evaluation does.
 
 What to watch: `calls` rises to a search and a page for every look-up; `well_formed` comes first, `f1` follows; `call_ok` says how many
@@ -48,11 +51,12 @@ from common.data import Example, order, training_and_held_out
 from common.engine import HFEngine
 from common.policy import load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
-from common.rollout import Budget, Call, End, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.rollout import Budget, Call, End, Segment, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.search import neutralise
 from common.tiny.world import questions
 from common.update import Experience, joined, mini_batches, policy_step, score, supervised_step
+from common.warmup import warm_up
 from common.web import DiskCache, Fetcher, PageFailure, Reader, WebSearch, open_reader, read, tiny_web
 
 
@@ -126,8 +130,11 @@ class Config:
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
     # supervised warm-up (not part of the paper)
-    warmup: int = setting(110, "supervised steps before RL that teach to write a name into a call, not when to call; 0: none, as the paper", "ours", "steps")
-    warmup_lr: float = setting(1e-3, "peak learning rate of the warm-up", "ours")
+    lesson: int = setting(120, "supervised steps before RL that teach to write a name into a call, nothing else", "ours", "steps")
+    lesson_lr: float = setting(1e-3, "peak learning rate of the lesson", "ours")
+    warmup: int = setting(24, "supervised steps on traces built by rule, before RL", "ours", "steps")
+    warmup_traces: int = setting(96, "traces for the warm-up", "ours")
+    warmup_lr: float = setting(5e-4, "learning rate of the warm-up", "ours")
 
 
 PRESETS = {
@@ -135,12 +142,13 @@ PRESETS = {
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
         model="smollm2", data="", allow="", steps=30, prompts=2, samples=4, max_turns=4, prompt_tokens=640, turn_tokens=96, observation_tokens=320,
         trajectory_tokens=1024, portion_chars=1200, portions=1, pages=1, lr=2e-5, eval_questions=12, eval_every=0, save_every=5, micro_tokens=2048,
-        warmup=0),
+        lesson=0, warmup=12, warmup_traces=48, warmup_lr=1e-4),
     "paper": dict(  # 7B instruct
         model="Qwen/Qwen2.5-7B-Instruct", dtype="bfloat16", device="cuda", data="train.parquet", search="https://google.serper.dev/search", allow="",
         cache="web_cache", date="today", steps=34, prompts=256, max_turns=10, topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192,
         trajectory_tokens=30720, lr=1e-6, warmup_steps=0, kl=0.001, entropy=0.001, page_s=20.0, reader_tokens=16384, reader_answer_tokens=1024,
-        eval_questions=500, eval_every=10, save_every=10, micro_tokens=32768, warmup=0),
+        eval_questions=500, eval_every=10, save_every=10, micro_tokens=32768, lesson=0,
+        warmup=0),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -326,7 +334,8 @@ def train(cfg: Config) -> None:
     tools = {"web_search": Tool(lambda calls: [search_pages(c, engine_for(c.example), cfg) for c in calls], deadline_s=300),
              "browse_webpage": Tool(lambda calls: [browse_pages(c, pages, reader, cfg) for c in calls], deadline_s=1200)}
     pool, (before, after) = ToolPool(), next_user_turn(tokenizer, engine.eos_ids, role="tool", thought="<think> a </think>\n")
-    act = partial(environment, names=[t["function"]["name"] for t in offered], wrap=lambda text: with_think(before + text + after))
+    wrap = lambda text: with_think(before + text + after)
+    act = partial(environment, names=[t["function"]["name"] for t in offered], wrap=wrap)
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, system, offered), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
 
@@ -344,13 +353,19 @@ def train(cfg: Config) -> None:
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "f1", cfg, *answer_eval())
     run = Run(cfg, method="deep_researcher", metric="f1", total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
-    trained = {"model": model, "optimizer": optimizer}
+    trained = {"model": model, "optimizer": optimizer, **({"reference": reference} if reference else {})}
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
+        if cfg.lesson:
+            write_names(cfg, model, tokenizer, train_set, run)
         if cfg.warmup:
-            warm_up(cfg, model, tokenizer, train_set, run)
+            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, system, offered),
+                    lambda e: demonstration(e, tools, tokenizer.eos_token), wrap, run)
+        if cfg.lesson or cfg.warmup:
             run.log_eval(0, *answer_eval(), tokenizer)
+            if reference:  # the start model of RL
+                reference.load_state_dict(model.state_dict())
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -400,8 +415,47 @@ def train(cfg: Config) -> None:
 
 
 # ---- Supervised warm-up (ours) ----------------------------------------------------------------------------------------
-NAME = re.compile(r"[A-Z][\w'.-]*(?: (?:of|the|and|de|in|[A-Z0-9][\w'.-]*))*")
-CALLS = 12  # in a row of the lesson
+NAME = re.compile(r"[A-Z][\w'-]+(?: [A-Z][\w'-]+)*")
+
+
+def turn_of(thought: str, name: str, argument: str) -> str:
+    call = {"name": name, "arguments": {ARGUMENT[name]: [argument]}}
+    return f" {thought} </think>\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def demonstration(example: Example, tools: dict[str, Tool], eos: str) -> list[tuple[str, str]] | None:
+    """A trace built by rule: search a name of the question, read its page, and if the answer is not in it do the same with a name from that
+    page. (author, text) segments, or None where the rule finds nothing."""
+    t = Trajectory(example, 0, 0, "", [])
+
+    def use(thought: str, name: str, argument: str) -> str:
+        t.segments.append(Segment("model", turn_of(thought, name, argument) + eos, 0, 0))
+        t.calls.append(ToolCall(name, json.dumps([argument]), example, trajectory=t))
+        text = str(tools[name].run(t.calls[-1:])[0])
+        t.segments.append(Segment("tool", text, 0, 0))
+        return text
+
+    def look_up(name: str) -> str:
+        """The page that bears the name, or else the first one."""
+        use(f"I should look up {name}.", "web_search", name)
+        hits = dict(zip(found(t, "web_search", "title", last=True), found(t, "web_search", "url", last=True)))
+        return " ".join(re.findall(r'"page_summary": "(.*?)"', use("I should look up the page.", "browse_webpage", hits.get(name, next(iter(hits.values())))))) if hits else ""
+
+    def answered(page: str) -> list[tuple[str, str]] | None:
+        gold = next((g for g in example.answers if NORMALISE(g) and f" {NORMALISE(g)} " in f" {NORMALISE(page)} "), None)
+        return [*((s.author, s.text) for s in t.segments), ("model", f" Now I can answer. </think>\n<answer> {gold} </answer>{eos}")] if gold else None
+
+    for name in sorted(NAME.findall(example.question.split(" ", 1)[-1]), key=len, reverse=True)[:2]:
+        t.segments, t.calls = [], []
+        page = look_up(name)
+        if done := answered(page):
+            return done
+        so_far = t.segments[:], t.calls[:]
+        for other in dict.fromkeys(n for n in NAME.findall(page) if n != name):
+            t.segments, t.calls = so_far[0][:], so_far[1][:]
+            if done := answered(look_up(other)):
+                return done
+    return None
 
 
 def lesson(names: Sequence[str], tokenizer) -> tuple[list[int], list[int]]:
@@ -409,25 +463,25 @@ def lesson(names: Sequence[str], tokenizer) -> tuple[list[int], list[int]]:
     nothing else. After pre-training the tiny model knows of what kind a name must be there, but not which one it was."""
     ids, mask = [], []
     for name in names:
-        before, _, after = (f'{THINK} I look up {name}. </think>\n<tool_call>\n{{"name": "web_search", "arguments": {{"query": ["\0"]}}}}\n</tool_call>'
-                            f"{tokenizer.eos_token}\n").partition("\0")
+        before, _, after = f"{THINK}{turn_of(f'I look up {name}.', 'web_search', '|')}{tokenizer.eos_token}\n".partition("|")
         for text, learned in ((before, 0), (name, 1), (after, 0)):
             piece = tokenizer.encode(text, add_special_tokens=False)
             ids, mask = ids + piece, mask + [learned] * len(piece)
     return ids, mask
 
 
-def warm_up(cfg: Config, model, tokenizer, train_set: list[Example], run: Run) -> None:
+def write_names(cfg: Config, model, tokenizer, train_set: list[Example], run: Run) -> None:
     """Supervised steps on lessons about the names in the training questions."""
-    names = [max(found, key=len) for e in train_set if (found := NAME.findall(e.question.split(" ", 1)[-1]))]
+    names = sorted({max(names, key=len) for e in train_set if (names := NAME.findall(e.question.split(" ", 1)[-1]))})
     if not names:
-        raise UserError(f"--warmup: no question of {cfg.data} holds a name; use --warmup 0")
-    optimizer = make_optimizer(model.parameters(), cfg.warmup_lr)
-    for step in range(cfg.warmup):
-        picked = [names[i] for i in order(cfg.seed, step, len(names), 8 * CALLS)]
-        loss = supervised_step(model, optimizer, [lesson(picked[i::8], tokenizer) for i in range(8)], lr=lr_at(step, cfg.warmup, cfg.warmup_lr, 5),
+        raise UserError(f"--lesson: no question of {cfg.data} holds a name; use --lesson 0")
+    optimizer = make_optimizer(model.parameters(), cfg.lesson_lr)
+    for step in range(cfg.lesson):
+        picked = [names[i] for i in order(cfg.seed, step, len(names), 96)]
+        loss = supervised_step(model, optimizer, [lesson(picked[i::8], tokenizer) for i in range(8)], lr=lr_at(step, cfg.lesson, cfg.lesson_lr, 5),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
-        run.log("warmup", 0, {"loss": loss})
+        if (step + 1) % 10 == 0:
+            run.log("warmup", 0, {"loss": loss})
 
 
 if __name__ == "__main__":
