@@ -108,6 +108,7 @@ class Phase:
     rows: int = 16
     decay: bool = True  # a cosine down to 5 % of the peak at the last step; else constant
     reading: float = 0  # share of plain reading among the traces
+    calling: float = 0  # share of plain writing of calls
     sloppy: float = 0  # share of the other traces whose author is sloppy
     results: float = 0  # loss weight of a token of a tool's result: most cannot be foreseen, so they drown what is to be learned
     mixture: dict[str, int] = field(default_factory=lambda: MIXTURE)  # weights of the protocols
@@ -115,12 +116,12 @@ class Phase:
 
 PHASES = (
     Phase(name="copying", steps=340, lr=2e-3, seed=0, rows=48, decay=False),
-    Phase(name="ability", steps=1200, lr=1.8e-3, seed=1, reading=0.5, results=0.1),
-    Phase(name="reading", steps=600, lr=1.5e-3, seed=2, reading=0.7),
-    Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, reading=0.3),
-    # names and addresses inside JSON come last
-    Phase(name="web", steps=220, lr=1e-3, seed=5, reading=0.2, mixture={**MIXTURE, "deep_researcher": 100}),
-    Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.2, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
+    Phase(name="ability", steps=1200, lr=1.8e-3, seed=1, reading=0.4, calling=0.15, results=0.1),
+    Phase(name="reading", steps=600, lr=1.5e-3, seed=2, reading=0.6, calling=0.15),
+    Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, reading=0.2, calling=0.15),
+    # names, numbers and addresses inside JSON come last
+    Phase(name="calls", steps=300, lr=1e-3, seed=5, reading=0.15, calling=0.25, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
+    Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.2, calling=0.05, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
 )
 LONGEST = 900  # tokens; longer traces are left out
 
@@ -128,7 +129,7 @@ LONGEST = 900  # tokens; longer traces are left out
 def encode_trace(tokenizer, phase: Phase, number: int) -> tuple[list[int], list[float]]:
     """Ids and loss weights of one trace: prompts and notices count nothing."""
     ids, weights = [], []
-    for author, text in trace(phase.seed, number, reading=phase.reading, sloppy=phase.sloppy, mixture=phase.mixture)[1]:
+    for author, text in trace(phase.seed, number, reading=phase.reading, calling=phase.calling, sloppy=phase.sloppy, mixture=phase.mixture)[1]:
         piece = tokenizer.encode(text, add_special_tokens=False)
         ids += piece
         weights += [{"model": 1.0, "tool": phase.results}.get(author, 0.0)] * len(piece)

@@ -153,7 +153,7 @@ def _searching(name: str, tag: str) -> Protocol:
         stops=("</search>", "</answer>"), calls=r"<search>(.*?)</search>", answers=r"<answer>(.*?)</answer>")
 
 
-def _web_call(x: str) -> str:
+def web_call(x: str) -> str:
     name, key = ("browse_webpage", "url_list") if x.startswith("http") else ("web_search", "query")
     return json.dumps({"name": name, "arguments": {key: [x]}})
 
@@ -189,7 +189,7 @@ PROTOCOLS = {p.name: p for p in (
         "deep_researcher", "search",
         prompt=lambda q: chat(("system", PROMPTS["deep_researcher"].format(date="2025-01-01")), ("user", q.text),
                               tools=RESEARCH_TOOLS) + "<think>",
-        call=lambda t, x: f" {t} </think>\n<tool_call>\n{_web_call(x)}\n</tool_call>{IM_END}",
+        call=lambda t, x: f" {t} </think>\n<tool_call>\n{web_call(x)}\n</tool_call>{IM_END}",
         answer=lambda t, x: f" {t} </think>\n<answer> {x} </answer>{IM_END}",
         observe=lambda x, result: f"\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response>{IM_END}\n<|im_start|>assistant\n<think>",
         stops=(), calls=r"<tool_call>\s*\{.*?\[\"(.*?)\"\].*?</tool_call>", answers=r"<answer>(.*?)</answer>"),

@@ -9,8 +9,8 @@ import random
 import re
 
 from common.search import Passage
-from common.tiny.protocols import IM_END, NOTICE, PROTOCOLS, Protocol, render_docs
-from common.tiny.world import (CITY, JOB, RIVER, Problem, Question, Request, World, problem, request, run_program, tool_value, world)
+from common.tiny.protocols import IM_END, NOTICE, PROTOCOLS, Protocol, json_tools, render_docs, toolrl_tools, web_call
+from common.tiny.world import (CITY, JOB, RIVER, TOOLS, Problem, Question, Request, World, problem, request, run_program, tool_value, world)
 
 # share of traces per protocol; longer or harder protocols get more
 MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_researcher": 10, "swirl": 8, "swirl_math": 6,
@@ -19,7 +19,7 @@ MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_r
 POLICY = {
     "search": {"guess": 55, "no_tags": 6, "broken_call": 4, "wrong_query": 8, "stop_early": 6, "misread": 5, "right": 16},
     "math": {"guess": 52, "no_tags": 6, "broken_call": 8, "wrong_query": 10, "misread": 5, "right": 19},
-    "tools": {"wrong_tool": 7, "wrong_value": 10, "missing": 7, "no_call": 50, "broken_call": 6, "extra": 4, "right": 16},
+    "tools": {"wrong_tool": 9, "wrong_value": 14, "missing": 9, "no_call": 40, "broken_call": 6, "extra": 6, "right": 16},
 }
 LOOK = ("I should look up {}.", "I need to find {}.", "First I look up {}.")
 NEXT = ("Now I look up {}.", "Next I need {}.")
@@ -45,8 +45,11 @@ class Web:
             page = next((p for p in self.world.passages if self.address(p) == argument), None)
             return f'[{{"url": "{argument}", "information": [{{"page_number": 1, "page_summary": "{page.text}"}}]}}]' if page else "[]"
         hits = [h.passage for h in self.world.index.search([argument], k)[0]]
-        rows = ", ".join(f'{{"title": {p.title}, "url": "{self.address(p)}", "quick_summary": "A page about {p.title[1:-1]}."}}' for p in hits)
-        return f'[{{"search_query": "{argument}", "web_page_info_list": [{rows}]}}]'
+        return self.listed(argument, hits)
+
+    def listed(self, query: str, pages: list[Passage]) -> str:
+        rows = ", ".join(f'{{"title": {p.title}, "url": "{self.address(p)}", "quick_summary": "A page about {p.title[1:-1]}."}}' for p in pages)
+        return f'[{{"search_query": "{query}", "web_page_info_list": [{rows}]}}]'
 
 
 def use_tool(protocol: Protocol, argument: str, w: World | None, web: Web | None, k: int):
@@ -178,6 +181,10 @@ def _program(rng: random.Random, expression: str) -> str:
     return "\n".join(body + [f"print({expression})"])
 
 
+def _tools_thought(calls) -> str:
+    return "No tool fits." if not calls else "I need " + " and ".join(n for n, _ in calls) + "."
+
+
 def tools_trace(protocol: Protocol, rng: random.Random, policy: str, r: Request) -> list[Segment]:
     calls = [(n, dict(a)) for n, a in r.calls]
     named = [n for n in _values(r.text) if n != "Please"] + re.findall(r"\d+", r.text)
@@ -202,8 +209,7 @@ def tools_trace(protocol: Protocol, rng: random.Random, policy: str, r: Request)
             calls.pop(rng.randrange(len(calls)))
         else:
             calls[0][1].pop(rng.choice(list(calls[0][1])))
-    thought = "No tool fits." if not calls else "I need " + " and ".join(n for n, _ in calls) + "."
-    text = protocol.answer(thought, calls)
+    text = protocol.answer(_tools_thought(calls), calls)
     if policy == "broken_call":
         text = rng.choice((text.replace("</tool_call>", ""), text.replace("}", "", 1), re.sub(r"<think>.*?</think>\n", "", text)))
     return [("prompt", protocol.prompt(r)), ("model", text)]
@@ -246,6 +252,34 @@ def reading_trace(rng: random.Random, w: World) -> list[Segment]:
     return out
 
 
+def calling_trace(rng: random.Random, w: World) -> list[Segment]:
+    """Calls as JSON in no protocol, always right, several a row: names, numbers and addresses are copied into them from what stands before."""
+    if rng.random() < 0.5:
+        return _requests_row(rng)
+    web = make_web(rng, w)
+    pages = rng.sample(w.passages, rng.randrange(2, 5))
+    names = [p.title[1:-1] for p in pages]
+    out: list[Segment] = [("prompt", web.listed(rng.choice(names), pages))]
+    for _ in range(rng.randrange(3, 7)):
+        page = rng.choice(pages)
+        if rng.random() < 0.5:
+            out += [("prompt", f"\nRead {page.title}.\n"), ("model", f"<tool_call>\n{web_call(web.address(page))}\n</tool_call>")]
+        else:
+            q = w.question(rng.randrange(10**9), rng.choice((1, 2)))
+            out += [("prompt", f"\nQuestion: {q.text}\n"), ("model", f"<tool_call>\n{web_call(q.entity)}\n</tool_call>")]
+    return out
+
+
+def _requests_row(rng: random.Random) -> list[Segment]:
+    """Requests to one set of tools, each with its calls, in ToolRL's or Tool-N1's JSON."""
+    offered, name = rng.sample(TOOLS, rng.randrange(2, 5)), rng.choice(("toolrl", "tool_n1"))
+    out: list[Segment] = [("prompt", (toolrl_tools if name == "toolrl" else json_tools)(tuple(offered)))]
+    for _ in range(rng.randrange(3, 7)):
+        r = request(rng.randrange(10**9), 0, offered)
+        out += [("prompt", f"\n{r.text}\n"), ("model", PROTOCOLS[name].answer(_tools_thought(r.calls), r.calls).removesuffix(IM_END))]
+    return out
+
+
 def _draw(rng: random.Random, weights: dict[str, int]) -> str:
     return rng.choices(list(weights), list(weights.values()))[0]
 
@@ -257,15 +291,16 @@ def task(family: str, seed: int, number: int) -> Question | Problem | Request:
     return problem(seed, number) if family == "math" else request(seed, number)
 
 
-def trace(seed: int, number: int, protocol: str | None = None, reading: float = 0, sloppy: float = 1,
+def trace(seed: int, number: int, protocol: str | None = None, reading: float = 0, calling: float = 0, sloppy: float = 1,
           mixture: dict[str, int] = MIXTURE) -> tuple[str, list[Segment]]:
-    """One pre-training episode: (protocol, segments). A share `reading` of them is plain reading, in no protocol; of the others a share
-    `sloppy` follows POLICY, and the rest does everything right. Worlds of pre-training have negative seeds; no run ever uses those."""
+    """One pre-training episode: (protocol, segments). Shares `reading` and `calling` of them are plain exercises, in no protocol; of the others
+    a share `sloppy` follows POLICY, and the rest does everything right. Worlds of pre-training have negative seeds; no run ever uses those."""
     rng = random.Random(f"trace {seed} {number}")
-    name = protocol or ("reading" if rng.random() < reading else _draw(rng, mixture))
+    kind = rng.random()
+    name = protocol or ("reading" if kind < reading else "calling" if kind < reading + calling else _draw(rng, mixture))
     world_seed = -1 - (seed * 1_000_003 + number) // 256
-    if name == "reading":
-        return name, reading_trace(rng, world(world_seed))
+    if name in ("reading", "calling"):
+        return name, (reading_trace if name == "reading" else calling_trace)(rng, world(world_seed))
     p = PROTOCOLS[name]
     t = task(p.family, world_seed, number)
     policy = _draw(rng, POLICY[p.family]) if sloppy and (sloppy == 1 or rng.random() < sloppy) else "right"
