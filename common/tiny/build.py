@@ -140,12 +140,12 @@ class Phase:
 
 
 PHASES = (
-    Phase(name="copying", steps=340, lr=2e-3, seed=0, rows=32, names=24, decay=False),
+    Phase(name="copying", steps=340, lr=2e-3, seed=0, rows=48, decay=False),
     Phase(name="ability", steps=1200, lr=1.8e-3, seed=1, names=6, reading=0.4, calling=0.15, results=0.1),
     Phase(name="reading", steps=600, lr=1.5e-3, seed=2, names=6, reading=0.6, calling=0.15),
     Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, names=6, reading=0.2, calling=0.15),
     # names, numbers and addresses inside JSON come last
-    Phase(name="calls", steps=300, lr=1e-3, seed=5, names=6, reading=0.15, calling=0.2, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
+    Phase(name="calls", steps=360, lr=1e-3, seed=5, names=12, reading=0.15, calling=0.2, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
     Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.2, calling=0.05, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
 )
 LONGEST = 900  # tokens; longer traces are left out
@@ -165,7 +165,7 @@ def batches(phase: Phase, step: int, tokenizer) -> list[tuple[torch.Tensor, torc
     """Micro-batches of (ids, loss weights) [rows, length] for a step: a function of the phase and the step."""
     generator = torch.Generator().manual_seed(phase.seed + 1000 * step)
     if phase.name == "copying":
-        return [copying_batch(generator, len(tokenizer), phase.rows, 96), names_batch(generator, tokenizer, phase.names)]
+        return [copying_batch(generator, len(tokenizer), phase.rows, 96)]
     rows = [encode_trace(tokenizer, phase, step * phase.rows + i) for i in range(phase.rows)]
     rows = sorted((r for r in rows if len(r[0]) <= LONGEST), key=lambda r: len(r[0]))
     out = [names_batch(generator, tokenizer, phase.names)] if phase.names else []
