@@ -98,30 +98,6 @@ def copying_batch(rng: torch.Generator, vocabulary: int, rows: int, length: int)
     return ids, mask
 
 
-def names_batch(rng: torch.Generator, tokenizer: PreTrainedTokenizerFast, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, length] ids: eight names, each behind a token of its own, then again and again behind it in shuffled order, in either form (after a
-    space or within quotation marks); mask of the names that can be known. "Sable" and " Sable" are two entries: a copied one has to change form."""
-    vocabulary = tokenizer.get_vocab()
-    pairs = [(i, vocabulary["Ġ" + piece]) for piece, i in sorted(vocabulary.items()) if piece.isalpha() and len(piece) > 2 and "Ġ" + piece in vocabulary]
-    left, right = vocabulary['Ġ"'], vocabulary['"']
-    draw = lambda n: int(torch.randint(n, (), generator=rng))
-    all_ids, all_known = [], []
-    for _ in range(rows):
-        names = [pairs[i] for i in torch.randperm(len(pairs), generator=rng)[:8].tolist()]
-        keys, ids, known = [3 + draw(len(tokenizer) - 3) for _ in names], [], []
-        for turn in range(3):
-            for j in torch.randperm(8, generator=rng).tolist():
-                quoted = draw(2)
-                piece = [keys[j], left, names[j][0], right] if quoted else [keys[j], names[j][1]]
-                ids += piece
-                known += [0.0, 0.0, float(turn > 0), 0.0] if quoted else [0.0, float(turn > 0)]
-        all_ids.append(ids)
-        all_known.append(known)
-    width = max(map(len, all_ids))
-    pad = lambda values: torch.tensor([v + [0] * (width - len(v)) for v in values])
-    return pad(all_ids), pad(all_known)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """A part of pre-training; each starts from the float16 weights the one before has saved, with a fresh optimiser."""
@@ -133,7 +109,6 @@ class Phase:
     decay: bool = True  # a cosine down to 5 % of the peak at the last step; else constant
     reading: float = 0  # share of plain reading among the traces
     calling: float = 0  # share of plain writing of calls
-    names: int = 0  # rows of names_batch beside the traces
     sloppy: float = 0  # share of the other traces whose author is sloppy
     results: float = 0  # loss weight of a token of a tool's result: most cannot be foreseen, so they drown what is to be learned
     mixture: dict[str, int] = field(default_factory=lambda: MIXTURE)  # weights of the protocols
@@ -141,11 +116,11 @@ class Phase:
 
 PHASES = (
     Phase(name="copying", steps=340, lr=2e-3, seed=0, rows=48, decay=False),
-    Phase(name="ability", steps=1200, lr=1.8e-3, seed=1, names=6, reading=0.4, calling=0.15, results=0.1),
-    Phase(name="reading", steps=600, lr=1.5e-3, seed=2, names=6, reading=0.6, calling=0.15),
-    Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, names=6, reading=0.2, calling=0.15),
+    Phase(name="ability", steps=1200, lr=1.8e-3, seed=1, reading=0.4, calling=0.2, results=0.1),
+    Phase(name="reading", steps=600, lr=1.5e-3, seed=2, reading=0.5, calling=0.2),
+    Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, reading=0.2, calling=0.2),
     # names, numbers and addresses inside JSON come last
-    Phase(name="calls", steps=360, lr=1e-3, seed=5, names=12, reading=0.15, calling=0.2, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
+    Phase(name="calls", steps=400, lr=1e-3, seed=5, reading=0.1, calling=0.5, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
     Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.2, calling=0.05, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
 )
 LONGEST = 900  # tokens; longer traces are left out
@@ -163,12 +138,11 @@ def encode_trace(tokenizer, phase: Phase, number: int) -> tuple[list[int], list[
 
 def batches(phase: Phase, step: int, tokenizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Micro-batches of (ids, loss weights) [rows, length] for a step: a function of the phase and the step."""
-    generator = torch.Generator().manual_seed(phase.seed + 1000 * step)
     if phase.name == "copying":
-        return [copying_batch(generator, len(tokenizer), phase.rows, 96)]
+        return [copying_batch(torch.Generator().manual_seed(phase.seed + 1000 * step), len(tokenizer), phase.rows, 96)]
     rows = [encode_trace(tokenizer, phase, step * phase.rows + i) for i in range(phase.rows)]
     rows = sorted((r for r in rows if len(r[0]) <= LONGEST), key=lambda r: len(r[0]))
-    out = [names_batch(generator, tokenizer, phase.names)] if phase.names else []
+    out = []
     for part in (rows[i:i + 4] for i in range(0, len(rows), 4)):
         pad = lambda values: torch.tensor([v + [0] * (len(part[-1][0]) - len(v)) for v in values])
         out.append((pad([r[0] for r in part]), pad([r[1] for r in part])))

@@ -5,6 +5,7 @@ result. The sloppy ones spoil its policy, so that it is poor, as a base model's 
 the wrong thing, break tags, stop early, or read the right page and write down something else. So what reinforcement learning has to change is the
 choice, not the ability.
 """
+import json
 import random
 import re
 
@@ -253,9 +254,24 @@ def reading_trace(rng: random.Random, w: World) -> list[Segment]:
 
 
 def calling_trace(rng: random.Random, w: World) -> list[Segment]:
-    """Calls as JSON in no protocol, always right, several a row: names, numbers and addresses are copied into them from what stands before."""
-    if rng.random() < 0.5:
-        return _requests_row(rng)
+    """JSON in no protocol, always right, several a row: calls for requests, calls for pages and questions, or records of what passages say.
+
+    Names, numbers and addresses are copied into it from what stands before. "Sable" and " Sable" are two entries of the vocabulary, so a
+    copied name has to change form; sloppy traces show that too rarely."""
+    return rng.choices((_requests_row, _web_row, _records_row), (0.35, 0.25, 0.4))[0](rng, w)
+
+
+def _records_row(rng: random.Random, w: World) -> list[Segment]:
+    pages = rng.sample(w.passages, rng.randrange(3, 8))
+    out: list[Segment] = [("prompt", render_docs(pages) if rng.random() < 0.5 else "\n".join(p.text for p in pages))]
+    for page in rng.sample(pages, len(pages)):
+        facts = w.facts[page.title[1:-1]].items()
+        record = {"name": page.title[1:-1], **{k: int(v) if v.isdigit() else v for k, v in rng.sample(list(facts), len(facts))}}
+        out += [("prompt", f"\nRecord of {page.title[1:-1]}:\n"), ("model", json.dumps(record))]
+    return out
+
+
+def _web_row(rng: random.Random, w: World) -> list[Segment]:
     web = make_web(rng, w)
     pages = rng.sample(w.passages, rng.randrange(2, 5))
     names = [p.title[1:-1] for p in pages]
@@ -270,7 +286,7 @@ def calling_trace(rng: random.Random, w: World) -> list[Segment]:
     return out
 
 
-def _requests_row(rng: random.Random) -> list[Segment]:
+def _requests_row(rng: random.Random, w: World) -> list[Segment]:
     """Requests to one set of tools, each with its calls, in ToolRL's or Tool-N1's JSON."""
     offered, name = rng.sample(TOOLS, rng.randrange(2, 5)), rng.choice(("toolrl", "tool_n1"))
     out: list[Segment] = [("prompt", (toolrl_tools if name == "toolrl" else json_tools)(tuple(offered)))]
