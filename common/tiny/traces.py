@@ -20,7 +20,7 @@ MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_r
 POLICY = {
     "search": {"guess": 55, "no_tags": 6, "broken_call": 4, "wrong_query": 8, "stop_early": 6, "misread": 5, "right": 16},
     "math": {"guess": 52, "no_tags": 6, "broken_call": 8, "wrong_query": 10, "misread": 5, "right": 19},
-    "tools": {"wrong_tool": 9, "wrong_value": 14, "missing": 9, "no_call": 40, "broken_call": 6, "extra": 6, "right": 16},
+    "tools": {"wrong_tool": 8, "wrong_value": 12, "missing": 8, "no_call": 50, "broken_call": 5, "extra": 5, "right": 12},
 }
 LOOK = ("I should look up {}.", "I need to find {}.", "First I look up {}.")
 NEXT = ("Now I look up {}.", "Next I need {}.")
@@ -275,8 +275,8 @@ def _requests_row(rng: random.Random, w: World) -> list[Segment]:
     out: list[Segment] = [("prompt", (toolrl_tools if name == "toolrl" else json_tools)(tuple(offered)))] if listed else []
     for _ in range(rng.randrange(3, 7) if listed else rng.randrange(8, 13)):
         r = request(rng.randrange(10**9), 0, offered)
-        text = PROTOCOLS[name].answer(_tools_thought(r.calls), r.calls).removesuffix(IM_END)
-        out += [("prompt", f"\n{r.text}\n"), *_framed(text)] if listed or r.calls else []
+        thought, end, calls = PROTOCOLS[name].answer(_tools_thought(r.calls), r.calls).removesuffix(IM_END).partition(" </think>")
+        out += [("prompt", f"\n{r.text}\n"), ("model", thought), *_framed(end + calls)] if listed or r.calls else []  # the thought decides
     return out
 
 
