@@ -66,7 +66,7 @@ from common.web import DiskCache, Fetcher, PageFailure, Reader, WebSearch, open_
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/deep_researcher/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper (training curves)")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
@@ -91,8 +91,9 @@ class Config:
     cache_days: float = setting(7.0, "days a kept result is good for", "code generation.py", "days")
     page_s: float = setting(10.0, "longest fetch of a page", "ours", "seconds")
     page_bytes: int = setting(4 << 20, "largest page, as sent and unpacked", "ours", "bytes")
-    reader: str = setting("text", "who reads pages: text (they are passed on as they are), policy, a model (as --model), or an OpenAI-compatible endpoint (http...)", "code scrl/handler/ (reading agent)")
-    reader_model: str = setting("", "name of the model at the endpoint; its key: OPENAI_API_KEY", "code scrl/handler/ (reading agent)")
+    reader: str = setting("text", "who reads pages: text (they are passed on as they are), policy, a model (as --model), or an OpenAI-compatible endpoint (http...)", "code scrl/handler/ (reading agent)",
+                          published="an endpoint")
+    reader_model: str = setting("", "name of the model at the endpoint; its key: OPENAI_API_KEY", "code scrl/handler/ (reading agent)", published="qwen-plus")
     reader_tokens: int = setting(2048, "policy or model as reader: longest question with its portion of a page, and answer", "ours", "tokens")
     reader_answer_tokens: int = setting(256, "longest note of a reader", "ours", "tokens")
     portion_chars: int = setting(40960, "length of the portions in which a page is read", "code scrl/handler/ (reading agent)", "characters")
@@ -101,7 +102,7 @@ class Config:
     prompts: int = setting(6, "questions per step", "code train_grpo.sh")
     samples: int = setting(16, "trajectories per question (GRPO's group size)", "code train_grpo.sh")
     max_turns: int = setting(6, "turns in all; the call of the last one is not run", "code train_grpo.sh")
-    answer_turn: bool = setting(False, "one more turn, so that max_turns calls and then an answer are possible", "paper (ten calls)")
+    answer_turn: bool = setting(False, "one more turn, so that max_turns calls and then an answer are possible", "paper (ten calls)", published=True)
     browse: bool = setting(True, "offer browse_webpage; off: search alone", "code generation.py (rag)")
     queries: int = setting(3, "queries of a search that are run", "code generation.py")
     topk: int = setting(2, "hits per query", "code generation.py")
@@ -116,7 +117,7 @@ class Config:
     # reward
     reward: Literal["f1", "em"] = setting("f1", "word F1 (sets of words), or exact match; -1 for a broken format", "code format_and_f1.py; paper (reward)")
     score_scope: Literal["model", "response"] = setting(
-        "model", "text the format is judged on: what the model wrote; with results too, as the original", "code format_and_f1.py")
+        "model", "text the format is judged on: what the model wrote; with results too, as the original", "code format_and_f1.py", published="response")
     # learning
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "code dp_actor.py")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")

@@ -59,7 +59,7 @@ from common.update import Experience, critic_step, demonstration_row, joined, mi
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/otc/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     task: Literal["search", "code"] = setting("search", "which tool: a search engine (on Search-R1) or Python (on ToRL)", "paper §4.1")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2/")

@@ -68,7 +68,7 @@ from common.warmup import found_by_rule, warm_up
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2, paper (Qwen) or paper_llama", "ours")
-    name: str = setting("", "name of the run's folder in runs/r1_searcher/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(48, "optimisation steps (one rollout batch each), stage 1 included", "paper §3.3")
     stage1_steps: int = setting(8, "how many of them, the first ones, are stage 1; 0: without stage 1", "paper §2.2")
@@ -110,7 +110,7 @@ class Config:
     stage1_reward: Literal["paper", "code"] = setting("paper", "search and format; or these and +1 or -1 for covering the answer", "paper §2.2.1")
     reward: Literal["f1", "cover_em", "em"] = setting("f1", "stage 2: word F1; or +1 or -1 for covering or matching the answer", "paper §4.2")
     family: Literal["qwen", "llama", "paper"] = setting("qwen", "whose format rules and penalty: -2, -1, or the paper's -2 with Llama's rules", "code train/")
-    score_scope: Literal["model", "all"] = setting("model", "text the reward reads: what the model wrote; all of it, as the original", "code train/")
+    score_scope: Literal["model", "all"] = setting("model", "text the reward reads: what the model wrote; all of it, as the original", "code train/", published="all")
     # learning
     stage1_scale: Literal["batch", "group"] = setting("batch", "stage 1: whiten over the batch, or divide by the group's deviation", "code scripts/")
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss, KL and whitening", "paper §2.2.2")

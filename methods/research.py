@@ -59,7 +59,7 @@ from common.warmup import found_by_rule, warm_up
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/research/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "code train_multi_node.sh")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
@@ -94,7 +94,7 @@ class Config:
     format_rule: Literal["code", "paper"] = setting(
         "code", "a bad form or an unfinished text: gets 0 (code), or the measure of its answer all the same (paper)", "code re_search.py")
     score_scope: Literal["model", "response"] = setting(
-        "model", "text the format is judged on: what the model wrote; with results too, as the original", "code re_search.py")
+        "model", "text the format is judged on: what the model wrote; with results too, as the original", "code re_search.py", published="response")
     # learning
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §2.1")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")

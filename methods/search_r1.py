@@ -58,7 +58,7 @@ from common.warmup import found_by_rule, warm_up
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/search_r1/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2/")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
@@ -92,7 +92,8 @@ class Config:
     final_format_score: float = setting(0.1, "format reward: value of an answer in invalid structure", "code scripts/nq_hotpotqa/v0.3/")
     retrieval_score: float = setting(0.0, "format reward: added when a gold answer was retrieved", "code scripts/nq_hotpotqa/v0.3/")
     score_scope: Literal["model", "response", "all"] = setting(
-        "model", "text the reward reads: what the model wrote; with results and notices; with the prompt too, as the original", "code qa_em.py")
+        "model", "text the reward reads: what the model wrote; with results and notices; with the prompt too, as the original", "code qa_em.py",
+        published="all")
     # learning
     algorithm: Literal["grpo", "ppo"] = setting("grpo", "group-relative advantages, or a critic", "paper §3.1")
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §3.2")
@@ -122,10 +123,10 @@ class Config:
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
-        model="smollm2", dtype="float32", data="", steps=30, prompts=4, samples=4, max_turns=2, topk=2, prompt_tokens=320, turn_tokens=64,
+        model="smollm2", data="", steps=30, prompts=4, samples=4, max_turns=2, topk=2, prompt_tokens=320, turn_tokens=64,
         observation_tokens=192, trajectory_tokens=512, lr=2e-5, reward="format", warmup=12, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 7B, GRPO as train_grpo.sh; for PPO add --algorithm ppo --prompts 512 --samples 1 --updates 2
-        model="Qwen/Qwen2.5-7B", dtype="float32", device="cuda", data="PeterJinGo/nq_hotpotqa_train", corpus="http://127.0.0.1:8000",
+        model="Qwen/Qwen2.5-7B", device="cuda", data="PeterJinGo/nq_hotpotqa_train", corpus="http://127.0.0.1:8000",
         steps=1005, prompts=512, samples=5, max_turns=4, topk=3, prompt_tokens=2048, turn_tokens=500, observation_tokens=500,
         trajectory_tokens=4096, updates=10, lr=1e-6, warmup_steps=286, critic_lr=1e-5, critic_warmup_steps=15, kl=0.001, entropy=0.001,
         eval_questions=500, eval_every=50, save_every=100, micro_tokens=32768),

@@ -70,7 +70,7 @@ Task = Literal["search", "math"]
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/swirl/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of trajectories, their choice, data order and sampling", "ours")
     task: Task = setting("search", "tool and questions to learn from: a search engine, or a calculator", "paper §2.1")
     eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper Tab. 2")

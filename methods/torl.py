@@ -58,7 +58,7 @@ from common.update import Experience, joined, mini_batches, policy_step, score
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/torl/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(45, "optimisation steps (one rollout batch each)", "code issue 24")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
@@ -90,7 +90,7 @@ class Config:
     # reward
     reward: Literal["answer", "format"] = setting("answer", "+1 or -1; format: -0.5 for a wrong answer in a box", "paper §2.3.3")
     execution_penalty: float = setting(0.0, "taken off where the answer has code whose last program failed or was not run (ablation: 0.5)", "paper §2.3.3")
-    penalty_without_code: bool = setting(False, "take it off without any code too, as the original does", "code naive.py")
+    penalty_without_code: bool = setting(False, "take it off without any code too, as the original does", "code naive.py", published=True)
     # learning
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §2.3.1")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
