@@ -58,7 +58,8 @@ def test_a_file_beside_itself_has_no_difference():
 def test_lines_find_the_partner_that_shares_most_of_their_words():
     a = ["lr: float = 1", "", "clip: float = 2  # both sides", "only here"]
     b = ["clip: float = 3  # both sides", "", "lr: float = 1"]
-    assert s.align(["x", *a], ["x", *b]) == [(0, 0), (1, None), (2, None), (3, 1), (4, None), (None, 2), (None, 3)]
+    assert s.align(["x", *a], ["x", *b]) == [(0, 0), (None, 1), (None, 2), (1, 3), (2, None), (3, None), (4, None)]  # the line that is alike, not the one that is like it
+    assert s.align(a[2:], b[:2]) == [(0, 0), (1, None), (None, 1)]
     assert s.align([], ["x"]) == [(None, 0)] and s.align(["x"], []) == [(0, None)] and s.align([], []) == []
     assert s.marked("a = f(x, 1)", "a = g(x, 1)") == ("a = <mark>f</mark>(x, 1)", "a = <mark>g</mark>(x, 1)")
     assert s.marked("<b>", "<i>") == ("&lt;<mark>b</mark>&gt;", "&lt;<mark>i</mark>&gt;")
@@ -155,7 +156,7 @@ def test_a_wrong_name_is_answered_with_the_nearest():
 SAME = [("Train", "1."), ("Train", "5."), ("Train", "end")]
 
 
-@pytest.mark.parametrize("name", sorted({"search_r1", "otc", "torl", "retool", "toolrl", "tool_n1", "research", "deep_researcher"} - {"search_r1"}))
+@pytest.mark.parametrize("name", ["otc", "torl", "retool", "toolrl", "tool_n1", "research", "deep_researcher"])
 def test_where_no_paper_differs_the_files_do_not(name):
     """Sampling, logging and the end are the same words. What a method has to add there is one line, and each is named here."""
     own = {("otc", "1."): ["stop=stop"], ("otc", "end"): ["if sandbox:", "sandbox.close()"], ("torl", "end"): ["sandbox.close()"], ("retool", "end"): ["sandbox.close()"],
