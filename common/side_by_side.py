@@ -457,9 +457,9 @@ code { font: 12px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu San
 .apart { display: grid; grid-template-columns: 1fr 1fr; background: var(--card); } .apart > div { display: grid; grid-template-columns: 3.2em minmax(0, 1fr); align-content: start; align-self: start; }
 mark { color: inherit; border-radius: 2px; } .both code:nth-of-type(1) mark { background: var(--a-mark); } .both code:nth-of-type(2) mark { background: var(--b-mark); }
 details { background: var(--card); } summary { cursor: pointer; color: var(--quiet); font-size: 13px; padding: 2px 12px; background: var(--page); border: dashed var(--line); border-width: 1px 0; }
-.wide { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
+.wide { width: fit-content; max-width: 100%; overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 table { border-collapse: collapse; font-size: 13px; } th, td { text-align: left; vertical-align: top; padding: 4px 10px; border-bottom: 1px solid var(--line); font-weight: 400; }
-thead th { color: var(--quiet); vertical-align: bottom; } .settings { width: 100%; } .settings td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; min-width: 4.5em; }
+thead th { color: var(--quiet); vertical-align: bottom; } .settings { width: 100%; } .settings td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; min-width: 5.8em; }
 .settings td:nth-child(even), .settings thead th[colspan] { border-left: 1px solid var(--line); } .settings tbody th { min-width: 15em; }
 .settings small { color: var(--quiet); display: block; max-width: 40ch; } .other { background: color-mix(in srgb, var(--setting) 16%, transparent); } .source { color: var(--quiet); }
 .distance { font-variant-numeric: tabular-nums; } .distance td { text-align: right; padding: 6px 10px; } .distance a { color: inherit; text-decoration: none; } .distance a:hover { text-decoration: underline; }
