@@ -58,6 +58,16 @@ eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-se
 report: setup  ## rebuild the page of a run: make report RUN=runs/search_r1/tiny-seed0
 	$(V) -m common.report $(RUN)
 
+.PHONY: diff diff_table settings_table
+diff: setup  ## two method files side by side, each difference named: make diff A=search_r1 B=research
+	$(V) -m common.side_by_side $(A) $(B)
+
+diff_table: setup  ## how far all method files are apart, and a page for every pair
+	$(V) -m common.side_by_side
+
+settings_table: setup  ## every setting of every method: paper, official code, ours (ARGS=--write: into docs/settings.md and README.md)
+	$(V) -m common.provenance $(ARGS)
+
 retriever: setup  ## serve a corpus over Search-R1's protocol: make retriever CORPUS=corpus.jsonl [ARGS="--port 8000"]
 	$(V) -m common.search --corpus $(CORPUS) $(ARGS)
 

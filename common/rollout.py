@@ -192,6 +192,11 @@ class Budget:
     turns: int
     final_turn: bool = True
 
+    @property
+    def sampled_tokens(self) -> int:
+        """The most tokens that a model can write in one trajectory; what Dr. GRPO's constant aggregation divides by."""
+        return min(self.trajectory_tokens, self.turn_tokens * (self.turns + self.final_turn))
+
 
 @dataclass
 class Segment:

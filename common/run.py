@@ -97,9 +97,10 @@ METRICS = {
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------------
-def setting(default: Any, help: str, source: str, unit: str = "") -> Any:
-    """A Config field with its help text, unit and source: "paper §…", "code <file>" (where the published value stands) or "ours"."""
-    return dataclasses.field(default=default, metadata={"help": help, "source": source, "unit": unit})
+def setting(default: Any, help: str, source: str, unit: str = "", published: Any = None) -> Any:
+    """A Config field with its help text, unit and source: "paper §…", "code <file>" (where the published value stands) or "ours" (grammar: provenance.py).
+    `published`: the value that stands there, if the preset `paper` has another one on purpose."""
+    return dataclasses.field(default=default, metadata={"help": help, "source": source, "unit": unit, **({} if published is None else {"published": published})})
 
 
 def describe(config_class: type) -> dict[str, dict]:

@@ -59,10 +59,10 @@ from common.update import Experience, critic_step, demonstration_row, joined, mi
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/otc/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     task: Literal["search", "code"] = setting("search", "which tool: a search engine (on Search-R1) or Python (on ToRL)", "paper §4.1")
-    steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2")
+    steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2/")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     # model and data
@@ -76,21 +76,21 @@ class Config:
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
     eval_questions: int = setting(200, "held-out questions", "ours")
     eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
-    save_every: int = setting(20, "checkpoint every so many steps", "code scripts/nq_hotpotqa/v0.2")
+    save_every: int = setting(20, "checkpoint every so many steps", "code scripts/nq_hotpotqa/v0.2/")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another prompt; it must hold {question}", "ours")
     # rollout
-    prompts: int = setting(12, "questions per step", "code scripts/nq_hotpotqa/v0.2")
+    prompts: int = setting(12, "questions per step", "code scripts/nq_hotpotqa/v0.2/")
     samples: int = setting(8, "trajectories per question (GRPO's group size; PPO uses 1)", "code train_grpo.sh")
     max_turns: int = setting(3, "turns whose call is run; one more turn may answer", "paper §4.1")
-    topk: int = setting(2, "search: passages per search", "code scripts/nq_hotpotqa/v0.2")
+    topk: int = setting(2, "search: passages per search", "code scripts/nq_hotpotqa/v0.2/")
     sandbox: str = setting("isolated", "code: where programs run: isolated, unsafe, or the URL of a SandboxFusion server", "ours")
-    run_timeout: float = setting(5.0, "code: longest run of a program", "code sandbox default", "seconds")
-    observation_chars: int = setting(256, "code: output of this length or more keeps its first and last half only", "code vllm_rollout_spmd.py", "characters")
-    temperature: float = setting(1.0, "sampling temperature, no top-p", "code scripts/nq_hotpotqa/v0.2")
+    run_timeout: float = setting(5.0, "code: longest run of a program", "code sandbox/server/sandbox_api.py (SandboxFusion)", "seconds")
+    temperature: float = setting(1.0, "sampling temperature, no top-p", "code scripts/nq_hotpotqa/v0.2/")
     prompt_tokens: int = setting(256, "longest prompt; longer ones are skipped and counted", "code train_ppo.sh", "tokens")
     turn_tokens: int = setting(40, "longest model turn", "code train_ppo.sh", "tokens")
-    observation_tokens: int = setting(160, "longest search result", "code train_ppo.sh", "tokens")
+    observation_tokens: int = setting(160, "longest tool result", "code train_ppo.sh", "tokens")
+    observation_chars: int = setting(256, "code: output of this length or more keeps its first and last half only", "code vllm_rollout_spmd.py", "characters")
     trajectory_tokens: int = setting(512, "longest trajectory after the prompt", "code train_ppo.sh", "tokens")
     # reward
     tool_reward: Literal["multiply", "add", "off"] = setting("multiply", "how thrift enters: times right, plus right, or not at all", "paper §3.3")
@@ -98,26 +98,26 @@ class Config:
     c: float = setting(0.0, "smoothing of the tool reward; 0: the limit of calls, max_turns", "paper §4.1")
     # learning
     algorithm: Literal["grpo", "ppo"] = setting("grpo", "group-relative advantages, or a critic", "paper §3.3")
-    mask_observations: bool = setting(True, "leave results and notices out of policy loss, KL and entropy", "code scripts/nq_hotpotqa/v0.2")
+    mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "code scripts/nq_hotpotqa/v0.2/")
     gae_over_documents: bool = setting(True, "PPO: GAE, whitening and value loss see document tokens, as the original; off: skip them", "code core_algos.py")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code train_grpo.sh")
     lr: float = setting(3e-4, "learning rate of the policy (AdamW)", "code train_grpo.sh")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code scripts/nq_hotpotqa/v0.2", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "code scripts/nq_hotpotqa/v0.2/", "steps")
     critic_lr: float = setting(1e-3, "learning rate of the critic", "code train_ppo.sh")
-    critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "code scripts/nq_hotpotqa/v0.2", "steps")
+    critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "code scripts/nq_hotpotqa/v0.2/", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code ppo_trainer.yaml")
     value_clip: float = setting(0.5, "clip range of the critic", "code ppo_trainer.yaml")
     gamma: float = setting(1.0, "discount", "code ppo_trainer.yaml")
     lam: float = setting(1.0, "GAE lambda", "code ppo_trainer.yaml")
-    kl: float = setting(0.0, "KL coefficient: k3 in the loss (GRPO), k1 in the reward (PPO)", "code scripts/nq_hotpotqa/v0.2")
+    kl: float = setting(0.0, "KL coefficient: k3 in the loss (GRPO), k1 in the reward (PPO)", "code scripts/nq_hotpotqa/v0.2/")
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
     # another start (not part of the paper)
-    over_caller: int = setting(0, "tiny data: supervised steps before RL on right traces with needless calls; 0: none", "ours", "steps")
+    over_caller: int = setting(0, "tiny data: supervised steps before RL on right traces with needless calls; 0: none", "ours")
     over_caller_lr: float = setting(1e-3, "peak learning rate of these steps, then a cosine", "ours")
 
 
@@ -288,7 +288,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     search, stop, metric = cfg.task == "search", STOPS[cfg.task], "em" if cfg.task == "search" else "accuracy"
-    sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # before torch has threads
+    sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     (scoring.self_test if search else maths_self_test)()
     template = read_template(cfg.template, PROMPTS[cfg.task], "{question}")
@@ -369,9 +369,9 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens * (cfg.max_turns + 1), temperature=cfg.temperature,
-                kl=cfg.kl if cfg.algorithm == "grpo" else 0.0, kl_kind="k3", entropy=cfg.entropy, importance_cap=cfg.importance_cap,
-                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature,
+                kl=cfg.kl if cfg.algorithm == "grpo" else 0.0, kl_kind="k3",
+                entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
             if critic:
                 done[-1] |= critic_step(critic, critic_optimizer, experience, rows, values_BT, returns_BT, steps_BT, value_clip=cfg.value_clip,
                                         lr=lr_at(step, cfg.steps, cfg.critic_lr, cfg.critic_warmup_steps), micro_tokens=cfg.micro_tokens,

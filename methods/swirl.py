@@ -17,7 +17,8 @@ The method, step by step:
 
 Kept from the paper: tags, rules of the prompt, `query -> result`, at most 5 searches or 10 computations, the nearest passage as result, five
 trajectories a question, questions marked easy left out, the four filters with as many trajectories each, a judge without gold answers, offline
-steps, the supervised arm on the same items (`--algorithm sft`). Changed, and why:
+steps, the supervised arm on the same items (`--algorithm sft`).
+Changed, and why:
   - learning rate, KL, batch, steps, sampling and limits of tokens are not published: ours. Nor is the policy gradient ("as Gemma 2's"); ours is
     REINFORCE with the mean of a group of actions as baseline, or GRPO, which also divides by the deviation.
   - after the last query that is run one more message may answer; the paper limits queries in one place and steps in another.
@@ -29,7 +30,7 @@ steps, the supervised arm on the same items (`--algorithm sft`). Changed, and wh
 
 What to watch: `reward`, the share of GOOD actions, rises at once; `step_label` and `em` or `accuracy` on held-out questions follow.
 
-    make swirl                                                # search, tiny model and world, minutes on two cores
+    make swirl                                                # search, tiny model and world, a few minutes on two cores
     make swirl ARGS="--task math --eval-task both"            # train on the calculator, test on it and on search
     make swirl ARGS="--filter outcome --items runs/swirl/tiny-seed0/items.jsonl --name outcome"      # generated once, several arms
     make swirl ARGS="--algorithm sft --items runs/swirl/tiny-seed0/items.jsonl --name sft"
@@ -69,10 +70,10 @@ Task = Literal["search", "math"]
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/swirl/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of trajectories, their choice, data order and sampling", "ours")
     task: Task = setting("search", "tool and questions to learn from: a search engine, or a calculator", "paper §2.1")
-    eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper table 2")
+    eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper Tab. 2")
     steps: int = setting(30, "optimisation steps (one batch of saved states each)", "ours")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
@@ -100,24 +101,24 @@ class Config:
     topk: int = setting(1, "passages per search", "paper §2.1")
     temperature: float = setting(1.0, "sampling temperature of trajectories and of actions, no top-p", "ours")
     prompt_tokens: int = setting(192, "longest prompt; longer ones are skipped and counted", "ours", "tokens")
-    turn_tokens: int = setting(40, "longest message of the model", "ours", "tokens")
-    observation_tokens: int = setting(96, "longest result", "ours", "tokens")
+    turn_tokens: int = setting(40, "longest model turn", "ours", "tokens")
+    observation_tokens: int = setting(96, "longest tool result", "ours", "tokens")
     trajectory_tokens: int = setting(512, "longest trajectory after the prompt", "ours", "tokens")
     # judge
     judge: str = setting("oracle", "oracle (rules, tiny world), the URL of an OpenAI-compatible server (key in OPENAI_API_KEY), or a model as --model", "paper §2.2")
     judge_model: str = setting("", "name of the model the server shall answer with", "paper §2.2")
     judge_tokens: int = setting(512, "longest answer of a model that judges", "ours", "tokens")
-    step_labels: bool = setting(True, "let the judge label the steps of evaluations too", "paper table 3")
+    step_labels: bool = setting(True, "let the judge label the steps of evaluations too", "paper Tab. 3")
     # learning
     algorithm: Literal["reinforce", "grpo", "sft"] = setting("reinforce", "baseline alone, divided by the deviation too, or supervised on the items", "ours")
     prompts: int = setting(24, "saved states per step", "ours")
-    samples: int = setting(8, "fresh actions per state, the group of the baseline", "ours")
+    samples: int = setting(8, "fresh actions per state (the group of the baseline)", "ours")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over actions, or Dr. GRPO's constant", "ours")
     lr: float = setting(1e-4, "learning rate of the policy (AdamW); it falls linearly to 0", "ours")
     warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "ours")
     max_grad_norm: float = setting(1.0, "gradient clipping", "ours")
-    kl: float = setting(0.0, "coefficient of the KL to the start model (k3, in the loss)", "ours")
+    kl: float = setting(0.0, "KL coefficient: k3 in the loss", "ours")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
 
@@ -463,7 +464,7 @@ def train(cfg: Config) -> None:
                                     advantages_BT, ref_BT)
             done = policy_step(
                 model, optimizer, experience, range(len(trajectories)), lr=lr, clip_low=0.2, clip_high=0.2, aggregation=cfg.aggregation,
-                budget_tokens=cfg.turn_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3", importance_cap=cfg.importance_cap,
+                budget_tokens=one_turn.sampled_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3", importance_cap=cfg.importance_cap,
                 micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
             clock.lap("update_s")
             usable = mean(p["query"] for p in parts if not p["answered"])

@@ -16,7 +16,8 @@ The method, step by step:
   5. `train`: advantages from the group (GRPO), clipped policy gradient over the sampled tokens, a small KL to the start model.
 
 Kept from the paper: form of prompt and reply, the binary reward and its variants (--reward), how calls are compared, temperature 0.7, k3 in
-the loss, SFT and SFT-then-RL arms, how examples are made from xLAM and ToolACE, all hyper-parameters in the preset `paper`. Changed, and why:
+the loss, SFT and SFT-then-RL arms, how examples are made from xLAM and ToolACE, all hyper-parameters in the preset `paper`.
+Changed, and why:
   - one prompt for training and evaluation, with the rule of the empty list: the original has it in its evaluation only (bfcl_handler.py), and
     never trains on a request that no tool serves. Our tiny world has such requests; ToolACE's are let in by --no-call-turns.
   - replies on which the original's scorer crashes (a block that holds a number, numbers of thousands of digits) earn 0.
@@ -62,7 +63,7 @@ from common.update import Experience, joined, mini_batches, policy_step, score, 
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/tool_n1/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper Fig. 6")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
@@ -72,20 +73,20 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
-    data: str = setting("tiny", "training requests: tiny, or files and hub data sets (Tool-N1's, xLAM, ToolACE) with commas between them", "paper Tab. 1")
+    data: str = setting("tiny", "training questions: tiny, or files and hub data sets (Tool-N1's, xLAM, ToolACE) with commas between them", "paper Tab. 1")
     no_call_turns: bool = setting(False, "ToolACE: turns without a call are requests too, with the empty list", "code raw_data_process.py")
-    eval_data: str = setting("", "held-out requests, as --data; also bfcl:CATEGORIES or api_bank:FOLDER (default: split off from the training requests)", "ours")
-    eval_questions: int = setting(200, "held-out requests", "ours")
-    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same requests); 0: only before and after", "code qwen.sh")
+    eval_data: str = setting("", "held-out questions, as --data; also bfcl:CATEGORIES or api_bank:FOLDER (default: split off from the training questions)", "ours")
+    eval_questions: int = setting(200, "held-out questions", "ours")
+    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "code qwen.sh")
     save_every: int = setting(20, "checkpoint every so many steps", "code qwen.sh")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another system prompt; it must hold {tools}", "ours")
     # rollout
-    prompts: int = setting(12, "requests per step", "paper App. B")
-    samples: int = setting(8, "replies per request (GRPO's group size)", "paper App. B")
+    prompts: int = setting(12, "questions per step", "paper App. B")
+    samples: int = setting(8, "trajectories per question (GRPO's group size)", "paper App. B")
     temperature: float = setting(0.7, "sampling temperature, no top-p", "paper App. B")
     prompt_tokens: int = setting(384, "longest prompt; longer ones are skipped and counted", "paper App. B", "tokens")
-    turn_tokens: int = setting(96, "longest reply", "paper App. B", "tokens")
+    turn_tokens: int = setting(96, "longest model turn", "paper App. B", "tokens")
     # reward
     reward: Literal["binary", "no_think", "partial", "partial_names", "lexicographic", "llama"] = setting(
         "binary", "thought and exactly the right calls; calls alone; 0.2 for the thought, 0.8 for the calls; and 0.2 for the names alone; the code's v1; "
@@ -95,16 +96,16 @@ class Config:
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code qwen.sh")
     lr: float = setting(4e-4, "learning rate of the policy (AdamW)", "paper App. B")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code qwen.sh", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "code qwen.sh", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code ppo_trainer.yaml")
-    kl: float = setting(0.0, "coefficient of the KL in the loss (k3)", "paper App. B")
+    kl: float = setting(0.0, "KL coefficient: k3 in the loss", "paper App. B")
     entropy: float = setting(0.0, "entropy bonus", "paper App. B")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
     # supervised start
-    sft_steps: int = setting(0, "supervised steps on the gold replies before RL; with --steps 0 instead of it", "paper Tab. 3")
+    sft_steps: int = setting(0, "supervised steps on the gold replies before RL; 0: none", "paper Tab. 3")
     sft_batch: int = setting(16, "replies per supervised step", "code qwen_sft.yaml")
     sft_lr: float = setting(4e-4, "peak learning rate of the supervised steps, then a cosine", "code qwen_sft.yaml")
     sft_think: bool = setting(True, "learn the thought too", "paper Tab. 3")
@@ -256,7 +257,7 @@ def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], pr
 
 # ---- Train ------------------------------------------------------------------------------------------------------------
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
-    """(training requests, held-out requests)."""
+    """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         held_out = load_requests(cfg.eval_data, split="test", limit=cfg.eval_questions) if cfg.eval_data else requests("eval", cfg.eval_questions)
         return requests("train", 4096, cfg.seed), held_out
@@ -281,7 +282,7 @@ def train(cfg: Config) -> None:
     eval_prompts, _ = prompts_of(eval_set)
 
     def answer_eval() -> tuple[list[Trajectory], list[dict]]:
-        """Greedy replies to the held-out requests, and their reward parts."""
+        """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
         return trajectories, [reward(t, t.example, cfg) for t in trajectories]
@@ -330,7 +331,7 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
                 entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
         clock.lap("update_s")
 

@@ -15,7 +15,8 @@ The method, step by step:
   6. `train`: advantages from the group (GRPO), clipped policy gradient over the tokens the model sampled, no KL.
 
 Kept from the paper: plain prompt, fences, C = 1, free last turn, last error line, cut of long output, +1/-1, the executability ablation, GRPO
-with one update per batch and neither KL nor entropy bonus. Changed, and why:
+with one update per batch and neither KL nor entropy bonus.
+Changed, and why:
   - token in, token out: the original tokenises the finished text again and finds outputs by character offsets, which point to the wrong
     place from the second program on (vllm_rollout_spmd.py), so with C = 2 it trains on outputs. Here the mask is written with the tokens.
   - the last turn keeps the stop string: the original lets the model write its own ```output block there and trains on it.
@@ -58,7 +59,7 @@ from common.warmup import program_by_rule, warm_up
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/torl/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(45, "optimisation steps (one rollout batch each)", "code issue 24")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
@@ -68,35 +69,35 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
-    data: str = setting("tiny", "training problems: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §2.1")
-    eval_data: str = setting("", "held-out problems, as --data (default: split off from the training problems)", "ours")
-    eval_questions: int = setting(200, "held-out problems", "ours")
-    eval_every: int = setting(15, "evaluate every so many steps, and before and after (greedy, same problems); 0: only before and after", "code torl_1.5b.sh")
+    data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §2.1")
+    eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
+    eval_questions: int = setting(200, "held-out questions", "ours")
+    eval_every: int = setting(15, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "code torl_1.5b.sh")
     save_every: int = setting(15, "checkpoint every so many steps", "code torl_1.5b.sh")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another prompt; it must hold {question}", "ours")
     # rollout
-    prompts: int = setting(12, "problems per step", "paper §3.1")
-    samples: int = setting(8, "trajectories per problem (GRPO's group size)", "paper §3.1")
-    max_turns: int = setting(1, "turns whose program is run (the paper's C); one more turn may answer", "paper §3.1")
+    prompts: int = setting(12, "questions per step", "paper §3.1")
+    samples: int = setting(8, "trajectories per question (GRPO's group size)", "paper §3.1")
+    max_turns: int = setting(1, "turns whose call is run (the paper's C); one more turn may answer", "paper §3.1")
     sandbox: str = setting("isolated", "where programs run: isolated, unsafe, or the URL of a SandboxFusion server", "ours")
-    run_timeout: float = setting(5.0, "longest run of a program", "code sandbox default", "seconds")
+    run_timeout: float = setting(5.0, "longest run of a program", "code sandbox/server/sandbox_api.py (SandboxFusion)", "seconds")
     temperature: float = setting(1.0, "sampling temperature, no top-p", "code torl_1.5b.sh")
     prompt_tokens: int = setting(160, "longest prompt; longer ones are skipped and counted", "code torl_1.5b.sh", "tokens")
     turn_tokens: int = setting(64, "longest model turn", "code torl_1.5b.sh", "tokens")
-    observation_tokens: int = setting(64, "longest output of a program", "ours", "tokens")
+    observation_tokens: int = setting(64, "longest tool result", "ours", "tokens")
     observation_chars: int = setting(256, "output of this length or more keeps its first and last half only", "code vllm_rollout_spmd.py", "characters")
     trajectory_tokens: int = setting(256, "longest trajectory after the prompt", "code torl_1.5b.sh", "tokens")
     # reward
     reward: Literal["answer", "format"] = setting("answer", "+1 or -1; format: -0.5 for a wrong answer in a box", "paper §2.3.3")
     execution_penalty: float = setting(0.0, "taken off where the answer has code whose last program failed or was not run (ablation: 0.5)", "paper §2.3.3")
-    penalty_without_code: bool = setting(False, "take it off without any code too, as the original does", "code naive.py")
+    penalty_without_code: bool = setting(False, "take it off without any code too, as the original does", "code naive.py", published=True)
     # learning
-    mask_observations: bool = setting(True, "leave programs' outputs out of the loss", "paper §2.3.1")
+    mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §2.3.1")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code torl_1.5b.sh")
     lr: float = setting(4e-4, "learning rate of the policy (AdamW)", "code torl_1.5b.sh")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code torl_1.5b.sh", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "code torl_1.5b.sh", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code ppo_trainer.yaml")
@@ -186,7 +187,7 @@ def reward(trajectory: Trajectory, example: Example, cfg: Config) -> dict[str, f
 
 # ---- Train ------------------------------------------------------------------------------------------------------------
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
-    """(training problems, held-out problems)."""
+    """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         return problems("train", 4096, cfg.seed), problems("eval", cfg.eval_questions)
     return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
@@ -210,7 +211,7 @@ def train(cfg: Config) -> None:
     eval_prompts, _ = prompts_of(eval_set)
 
     def answer_eval() -> tuple[list[Trajectory], list[dict]]:
-        """Greedy answers to the held-out problems, and their reward parts."""
+        """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
         return trajectories, [reward(t, t.example, cfg) for t in trajectories]
@@ -254,12 +255,13 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens * (cfg.max_turns + 1), temperature=cfg.temperature,
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature,
                 entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
         clock.lap("update_s")
 
         # 5. log, evaluate, save
-        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group, {**joined(done), "skipped_prompts": skipped})
+        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group,
+                      {**joined(done), "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
