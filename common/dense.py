@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
+from safetensors import SafetensorError
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import cached_file
 
@@ -57,7 +57,7 @@ class Encoder:
             self._tokenizer = AutoTokenizer.from_pretrained(name_or_path)
             self._model = AutoModel.from_pretrained(name_or_path, dtype=torch.float16 if device.startswith("cuda") else torch.float32)
             self._model.eval().requires_grad_(False).to(device)
-        except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
             raise UserError(f"cannot load the encoder {name_or_path!r} ({str(error).strip().splitlines()[0]}); give the folder or hub id of a text "
                             "encoder such as intfloat/e5-base-v2, and a device that there is") from error
         if not hasattr(self._model.config, "hidden_size") or self._model.config.is_encoder_decoder:
@@ -110,7 +110,8 @@ def _pooling(name_or_path: str) -> str:
 
 
 def _prefixes(name: str, query: str | None, passage: str | None) -> tuple[str, str]:
-    name = Path(name).name.lower().replace("_", "-")
+    path = Path(name)
+    name = (path.parents[1] if path.parent.name == "snapshots" else path).name.lower().replace("_", "-")  # the hub's cache: models--NAME/snapshots/COMMIT
     known = next(((q, p) for pattern, q, p in PREFIXES if re.search(rf"\b(?:{pattern})", name)), ("", ""))
     query, passage = (known[0] if query is None else query), (known[1] if passage is None else passage)
     if query is None or passage is None:
