@@ -22,6 +22,7 @@ import unicodedata
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -132,6 +133,14 @@ class MappedIndex:
         self._sums = np.zeros(len(map_array(folder / "crcs.u32", np.uint32)), np.float32)  # all zero between queries
         self._lock = threading.Lock()
 
+        self._number = lru_cache(1 << 16)(self._find)  # the words of queries repeat
+
+    def _find(self, word: str) -> int:
+        """A word's number, -1 if no passage holds it."""
+        wanted = word.encode("utf-8", "surrogatepass")
+        number = bisect.bisect_left(range(len(self._caps)), wanted, key=self._word)
+        return number if number < len(self._caps) and self._word(number) == wanted else -1
+
     def _word(self, number: int) -> bytes:
         return self._words[self._word_starts[number]:self._word_starts[number + 1]]
 
@@ -145,39 +154,31 @@ class MappedIndex:
         Words are taken in the order of the most they can add to a score. Once all that is left to add is less than the k-th best sum so far, a
         passage not met yet cannot be a hit; the lists left, the longest, are only looked up, not read (MaxScore; Turtle and Flood 1995).
         """
-        numbers = []  # of the query's words, in its order, repeated as there: float32 sums depend on it
-        for word in words:
-            wanted = word.encode("utf-8", "surrogatepass")
-            number = bisect.bisect_left(range(len(self._caps)), wanted, key=self._word)
-            if number < len(self._caps) and self._word(number) == wanted:
-                numbers.append(number)
+        numbers = [number for word in words if (number := self._number(word)) >= 0]  # repeated and in order as in the query: float32 sums depend on it
         times = Counter(numbers)
         caps = {word: float(self._caps[word]) * n for word, n in times.items()}
         left = sum(caps.values())
         slack = 2 * len(numbers) * float(np.finfo(np.float32).eps) * left  # the sums below are rounded, and in another order
-        met: list[np.ndarray] = []
-        n_met, bar = 0, 0.0
+        read: list[np.ndarray] = []  # passages of the lists read so far
+        bar = 0.0  # k passages have at least this sum
         with self._lock:
             try:
                 for word in sorted(caps, key=lambda w: (-caps[w], w)):
+                    if left + slack < bar:
+                        break
                     docs, scores = self._list(word)
-                    if n_met >= k and 8 * len(docs) > n_met:  # finding the bar costs as much as a list of n_met
-                        bar = float(np.partition(self._sums[np.concatenate(met)], -k)[-k])
-                        if left + slack < bar:
-                            break
-                    places = docs.astype(np.intp)
-                    met.append(places[self._sums[places] == 0])
-                    n_met += len(met[-1])
-                    self._sums[places] += scores * np.float32(times[word])
+                    read.append(docs.astype(np.intp))
+                    sums = self._sums[read[-1]] + scores * np.float32(times[word])
+                    self._sums[read[-1]] = sums
+                    above = sums[sums > bar]
+                    if len(above) >= k:
+                        bar = float(np.partition(above, -k)[-k])
                     left -= caps[word]
-                found = np.concatenate(met) if met else np.empty(0, np.intp)
-                sums = self._sums[found]
+                found = [places[self._sums[places] >= bar - left - slack] for places in read]
             finally:
-                for places in met:
+                for places in read:
                     self._sums[places] = 0
-        if n_met > k:
-            bar = float(np.partition(sums, -k)[-k])
-        docs = np.sort(found[sums + (left + slack) >= bar]).astype(np.int32)  # the lists' type: searchsorted would copy them
+        docs = np.unique(np.concatenate(found or [np.empty(0, np.intp)])).astype(np.int32)  # the lists' type: searchsorted would copy them
         exact = np.zeros(len(docs), np.float32)
         for word in numbers:
             in_list, scores = self._list(word)

@@ -209,7 +209,7 @@ def kept_index(corpus: Path, kind: str, settings: dict, build: Callable[[Path], 
         part.mkdir(exist_ok=True)
         try:
             source = build(part)
-            files = {path.name: _record(path) for path in sorted(part.iterdir())}
+            files = {path.name: _record(path) for path in sorted(part.iterdir()) if path.name != "manifest.json"}  # one left from a failed sync
             (part / "manifest.json").write_text(json.dumps({"settings": settings, "corpus": source, "files": files}, indent=1))
             for path in [*part.iterdir(), part]:
                 descriptor = os.open(path, os.O_RDONLY)

@@ -199,7 +199,6 @@ def _encode(corpus: Path, part: Path, encoder: Encoder, settings: dict) -> dict:
         while chunk := list(islice(passages, CHUNK)):
             encoder.encode([p.contents for p in chunk], encoder.passage_prefix).astype(np.float16).tofile(file)
             file.flush()
-    begun_file.unlink()
     return record
 
 

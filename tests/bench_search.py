@@ -115,15 +115,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passages", type=int, default=100_000)
     parser.add_argument("--queries", type=int, default=500)
+    parser.add_argument("--encoder", help="measure a dense index instead: folder or hub id of a text encoder")
     parser.add_argument("--folder", type=Path, help="where to put the corpus and its index; kept there (default: a temporary folder)")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp())
     try:
         folder.mkdir(exist_ok=True, parents=True)
-        measure(folder / f"corpus{args.passages}.jsonl", args.passages, args.queries)
+        if args.encoder:
+            measure_dense(folder, args.passages, args.encoder)
+        else:
+            measure(folder / f"corpus{args.passages}.jsonl", args.passages, args.queries)
     finally:
         if not args.folder:
             shutil.rmtree(folder)
+
+
+def measure_dense(folder: Path, n: int, name: str) -> None:
+    """Encoding, on 256 of the passages; exact search among n random vectors."""
+    from common.dense import Dense, Encoder
+
+    encoder = Encoder(name)
+    write_corpus(folder / "few.jsonl", 256)
+    few = Dense.from_file(folder / "few.jsonl", encoder)  # the first batch is slow
+    texts = [passage.contents for passage in few.passages]
+    started = time.process_time()
+    encoder.encode(texts, encoder.passage_prefix)
+    passage_s = (time.process_time() - started) / len(texts)
+    rng = np.random.default_rng(0)
+    with open(folder / "vectors.f16", "wb") as file:
+        for start in range(0, n, 10_000):
+            vectors_ND = rng.standard_normal((min(10_000, n - start), encoder.dim), np.float32)
+            (vectors_ND / np.linalg.norm(vectors_ND, axis=1, keepdims=True)).astype(np.float16).tofile(file)
+    index = Dense(few.passages, np.memmap(folder / "vectors.f16", np.float16, "r").reshape(-1, encoder.dim), encoder)
+    print(f"{encoder}\nencoded at {1 / passage_s:.0f} passages/s; 21 million: {21e6 * passage_s / 3600:.0f} hours, {21e6 * 2 * encoder.dim / 1e9:.0f} GB")
+    for batch in (1, 64):
+        vectors_QD = encoder.encode(["a question of eight words or so it is"] * batch, encoder.query_prefix)
+        index._exactly(vectors_QD, 3)
+        started = time.process_time()
+        index._exactly(vectors_QD, 3)
+        search_s = time.process_time() - started
+        print(f"exact search among {n:,} vectors, {batch} at once: {batch / search_s:.1f} queries/s; among 21 million {batch / search_s * n / 21e6:.2f}")
 
 
 def measure(path: Path, n: int, n_queries: int) -> None:

@@ -1,6 +1,7 @@
 """The dense index, on a tiny random BERT that is built here; and, where they are installed, on MiniLM and through faiss."""
 import importlib.util
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -209,6 +210,21 @@ def test_a_stopped_build_goes_on(encoder, corpus, tmp_path, monkeypatch, capsys)
     assert seen[3:] == CONTENTS[3:] and "going on with passage 3" in capsys.readouterr().err
     made, expected = (Path(f"{p}.dense/index") for p in (corpus, whole))
     assert all((made / n).read_bytes() == (expected / n).read_bytes() for n in ("vectors.f16", "offsets.i64", "crcs.u32")) and not part.exists()
+
+
+def test_vectors_survive_a_full_disk(encoder, corpus, monkeypatch, capsys):
+    monkeypatch.setattr(dense, "CHUNK", 2)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="No space left on device.* what is encoded already stays"):
+            Dense.from_file(corpus, encoder)
+    seen = encoded(monkeypatch)
+    found = Dense.from_file(corpus, encoder).search(["cat"], 1)
+    assert seen == ["cat"] and Dense.from_file(corpus, encoder).search(["cat"], 1) == found and "damaged" not in capsys.readouterr().err
 
 
 def test_a_stopped_build_of_another_corpus_is_not_used(encoder, corpus, monkeypatch):
