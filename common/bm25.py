@@ -39,6 +39,7 @@ WORD = re.compile(r"\w+")
 # Lucene's defaults. On 327 HotpotQA questions over 7,351 passages the usual settings (also Pyserini's 0.9 / 0.4) and an English stop
 # list all find as much within noise, so there is no stop list and no stemmer: nothing here is particular to English.
 K1, B = 1.2, 0.75
+EPSILON = float(np.finfo(np.float32).eps)
 
 
 def tokenise(text: str) -> list[str]:
@@ -148,43 +149,63 @@ class MappedIndex:
         part = slice(self._starts[word], self._starts[word + 1])
         return self._docs[part], self._scores[part]
 
+    def _gains(self, word: int, docs: np.ndarray) -> np.ndarray:
+        """What a word adds to each of these passages (int32, the lists' type: searchsorted would copy a list of another)."""
+        in_list, scores = self._list(word)
+        places = np.searchsorted(in_list, docs).clip(max=len(in_list) - 1)
+        return np.where(in_list[places] == docs, scores[places], np.float32(0))
+
     def candidates(self, words: list[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """Passages among which are the k best (and all that tie with the k-th), ascending, and their scores as MemoryIndex's, bit for bit.
 
         Words are taken in the order of the most they can add to a score. Once all that is left to add is less than the k-th best sum so far, a
-        passage not met yet cannot be a hit; the lists left, the longest, are only looked up, not read (MaxScore; Turtle and Flood 1995).
+        passage not met yet cannot be a hit, and those that were met drop out one by one as the bar rises; the lists left, the longest, are only
+        looked up for them (MaxScore; Turtle and Flood 1995).
         """
         numbers = [number for word in words if (number := self._number(word)) >= 0]  # repeated and in order as in the query: float32 sums depend on it
         times = Counter(numbers)
         caps = {word: float(self._caps[word]) * n for word, n in times.items()}
         left = sum(caps.values())
-        slack = 2 * len(numbers) * float(np.finfo(np.float32).eps) * left  # the sums below are rounded, and in another order
+        slack = 2 * len(numbers) * EPSILON * left  # the sums below are rounded, and in another order
         read: list[np.ndarray] = []  # passages of the lists read so far
-        bar = 0.0  # k passages have at least this sum
+        docs, bar = None, 0.0  # docs: the candidates, once there can be no others; bar: k passages have at least this sum
+
+        def drop(docs: np.ndarray) -> tuple[np.ndarray, float]:
+            """Those of the candidates that can still be hits, and the bar that says so."""
+            sums = self._sums[docs]
+            raised = max(bar, float(np.partition(sums, -k)[-k])) if len(sums) > k else bar
+            return docs[sums >= raised - left - slack], raised
+
+        def met() -> np.ndarray:
+            docs = np.concatenate([places[self._sums[places] >= bar - left - slack] for places in read] or [np.empty(0)]).astype(np.int32)
+            docs.sort()
+            return docs[np.diff(docs, prepend=np.int32(-1)) > 0]
+
         with self._lock:
             try:
                 for word in sorted(caps, key=lambda w: (-caps[w], w)):
-                    if left + slack < bar:
-                        break
-                    docs, scores = self._list(word)
-                    read.append(docs.astype(np.intp))
-                    sums = self._sums[read[-1]] + scores * np.float32(times[word])
-                    self._sums[read[-1]] = sums
-                    above = sums[sums > bar]
-                    if len(above) >= k:
-                        bar = float(np.partition(above, -k)[-k])
+                    if docs is None and left + slack < bar:
+                        docs, bar = drop(met())
+                    in_list, scores = self._list(word)
+                    if docs is None or 8 * len(docs) > len(in_list):
+                        read.append(in_list.astype(np.intp))
+                        sums = self._sums[read[-1]] + scores * np.float32(times[word])
+                        self._sums[read[-1]] = sums
+                        above = sums[sums > bar]
+                        if len(above) >= k:
+                            bar = float(np.partition(above, -k)[-k])
+                    else:
+                        self._sums[docs] += self._gains(word, docs) * np.float32(times[word])
                     left -= caps[word]
-                found = [places[self._sums[places] >= bar - left - slack] for places in read]
+                    if docs is not None:
+                        docs, bar = drop(docs)
+                docs, bar = drop(met() if docs is None else docs)
             finally:
                 for places in read:
                     self._sums[places] = 0
-        docs = np.unique(np.concatenate(found or [np.empty(0, np.intp)])).astype(np.int32)  # the lists' type: searchsorted would copy them
         exact = np.zeros(len(docs), np.float32)
         for word in numbers:
-            in_list, scores = self._list(word)
-            places = np.searchsorted(in_list, docs).clip(max=len(in_list) - 1)
-            holds = in_list[places] == docs
-            exact[holds] += scores[places[holds]]
+            exact += self._gains(word, docs)
         return docs, exact
 
 
