@@ -48,7 +48,8 @@ class Encoder:
             raise UserError(f"no GPU for device {device!r} (torch {torch.__version__} sees none): use --device cpu, or a CUDA build of torch")
         if max_tokens < 8:
             raise UserError(f"--max-tokens {max_tokens} leaves no room for a text; give at least 8")
-        if (name_or_path.startswith((".", "~", "/")) or name_or_path.count("/") > 1 or Path(name_or_path).exists()) and not (Path(name_or_path).expanduser() / "config.json").is_file():
+        looks_like_path = name_or_path.startswith((".", "~", "/")) or name_or_path.count("/") > 1 or Path(name_or_path).exists()
+        if looks_like_path and not (Path(name_or_path).expanduser() / "config.json").is_file():
             raise UserError(f"no encoder at {name_or_path} (no config.json there); give the folder or hub id of a text encoder such as intfloat/e5-base-v2")
         self.name, name_or_path = name_or_path, str(Path(name_or_path).expanduser())
         self.pooling = _pooling(name_or_path) if pooling == "auto" else pooling
@@ -142,7 +143,8 @@ class Dense:
             if faiss:
                 manifest = json.loads((folder / "manifest.json").read_text())
                 settings = {"format": 1, "faiss": faiss, "vectors": manifest["files"]["vectors.f16"]["sha256"]}
-                index = _read_faiss(kept_index(path, "faiss", settings, lambda part: _build_faiss(vectors_ND, faiss, part, manifest["corpus"])), nprobe)
+                made = kept_index(path, "faiss", settings, lambda part: _build_faiss(vectors_ND, faiss, part, manifest["corpus"]))
+                index = _read_faiss(made, nprobe)
         except OSError as error:
             raise UserError(f"cannot keep the dense index beside {path} ({error.strerror or error}); make room there or move the corpus to where there is "
                             "(two bytes per passage and dimension); what is encoded already stays") from error

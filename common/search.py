@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from common import UserError
@@ -353,7 +353,7 @@ class Serve:
 def open_index(options: Serve):
     """The index that the options ask for, built beside the corpus if there is none. UserError for options that do not fit each other."""
     if options.index == "bm25":
-        given = [name for name in ("encoder", "faiss", "query_prefix", "passage_prefix") if getattr(options, name)]
+        given = [f.name for f in fields(Serve) if f.name not in ("corpus", "host", "port", "index") and getattr(options, f.name) != f.default]
         if given:
             raise UserError(f"--{given[0].replace('_', '-')} is of the dense index: add --index dense, or leave it out")
         return BM25.from_file(options.corpus)

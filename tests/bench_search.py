@@ -165,14 +165,17 @@ def measure(path: Path, n: int, n_queries: int) -> None:
     built = in_process(build, path)
     files = {file.name: file.stat().st_size for file in Path(f"{path}.bm25/index").iterdir()}
     size, n_words = sum(files.values()), files["caps.f32"] // 4
-    print(f"indexed in {built['index_cpu_s']:.1f} s (by the clock {built['index_s']:.1f} s); {size / 1e6:,.0f} MB, {size / path.stat().st_size:.2f} of the corpus; {n_words:,} words, "
-          f"{files['docs.i32'] // 4:,} postings\nmemory while indexing: own {built['own_before_mb']:.0f} MB before, {built['own_peak_mb']:.0f} MB at most", flush=True)
+    print(f"indexed in {built['index_cpu_s']:.1f} s (by the clock {built['index_s']:.1f} s); {size / 1e6:,.0f} MB, {size / path.stat().st_size:.2f} of the corpus; "
+          f"{n_words:,} words, {files['docs.i32'] // 4:,} postings\n"
+          f"memory while indexing: own {built['own_before_mb']:.0f} MB before, {built['own_peak_mb']:.0f} MB at most", flush=True)
     asked = in_process(ask, path, n, n_queries, False)
-    print(f"mapped: opened in {asked['opened_s']:.2f} s; {asked['queries_per_s']:.0f} queries/s one by one (all {n_queries} by the clock in {asked['clock_s']:.1f} s), median {asked['median_ms']:.1f} ms, p99 {asked['p99_ms']:.1f} ms; "
-          f"own {asked['before']['own']:.0f} -> {asked['own']:.0f} MB, mapped {asked['before']['mapped']:.0f} -> {asked['mapped']:.0f} MB", flush=True)
+    print(f"mapped: opened in {asked['opened_s']:.2f} s; {asked['queries_per_s']:.0f} queries/s one by one (all {n_queries} by the clock in {asked['clock_s']:.1f} s), "
+          f"median {asked['median_ms']:.1f} ms, p99 {asked['p99_ms']:.1f} ms; own {asked['before']['own']:.0f} -> {asked['own']:.0f} MB, "
+          f"mapped {asked['before']['mapped']:.0f} -> {asked['mapped']:.0f} MB", flush=True)
     if n <= 200_000:
         inside = in_process(ask, path, n, n_queries, True)
-        assert inside["hits"] == asked["hits"], "the two indexes disagree"
+        if inside["hits"] != asked["hits"]:
+            raise SystemExit("error: the two indexes disagree")
         print(f"in memory (bm25s): built in {inside['opened_s']:.1f} s; {inside['queries_per_s']:.0f} queries/s, median {inside['median_ms']:.1f} ms, "
               f"p99 {inside['p99_ms']:.1f} ms; own {inside['own']:.0f} MB; the same hits and scores for all {n_queries} queries")
     times = 21e6 / n

@@ -262,7 +262,7 @@ def test_the_server_serves_it(bert, corpus, capsys):
 
 @pytest.mark.parametrize("flags, message", [
     (["--index", "dense"], "--index dense needs --encoder"), (["--encoder", "intfloat/e5-base-v2"], "--encoder is of the dense index: add --index dense"),
-    (["--faiss", "Flat"], "--faiss is of the dense index"), (["--index", "dense", "--encoder", "/no/encoder"], "no encoder at /no/encoder")])
+    (["--faiss", "Flat"], "--faiss is of the dense index"), (["--max-tokens", "64"], "--max-tokens is of the dense index"), (["--index", "dense", "--encoder", "/no/encoder"], "no encoder at /no/encoder")])
 def test_command_refuses_flags_that_do_not_fit(corpus, capsys, flags, message):
     assert search.main(["--corpus", str(corpus), "--port", "0", *flags]) == 2
     assert message in capsys.readouterr().err
