@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research r1_searcher toolrl tool_n1 deep_researcher web
+.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_search bench_trl research r1_searcher toolrl tool_n1 deep_researcher web
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -97,6 +97,9 @@ bench: setup  ## speed of the engine against transformers' generate, and where a
 
 bench_sandbox: setup  ## speed of the sandbox beside subprocess.run, and what 10,000 calls leave behind
 	$(V) -m tests.bench_sandbox $(ARGS)
+
+bench_search: setup  ## cost of a search index over synthetic passages: make bench_search [ARGS="--passages 1000000"]
+	$(V) -m tests.bench_search $(ARGS)
 
 bench_trl: setup  ## a whole training step against TRL's GRPOTrainer (in its own venv, .trl-venv)
 	$(V) -m tests.bench_trl $(ARGS)
