@@ -155,7 +155,8 @@ class VLLMEngine:
         return self._sampling(
             n=1, temperature=temperature, seed=seed, max_tokens=max_new_tokens, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0,
             presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=None, bad_words=None, allowed_token_ids=None,
-            structured_outputs=None, repetition_detection=None, watermarking=False, stop=None, stop_token_ids=sorted(self.eos_ids),
+            structured_outputs=None, repetition_detection=None, watermarking=False, thinking_token_budget=None, extra_args=None, stop=None,
+            stop_token_ids=sorted(self.eos_ids),
             ignore_eos=True,                               # its own idea of EOS; ours are the stop_token_ids
             logprobs=0, prompt_logprobs=prompt_logprobs,   # 0: of the token itself only
             detokenize=False, output_kind=self._delta)

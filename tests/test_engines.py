@@ -2,6 +2,8 @@
 
 The vLLM half needs vLLM: `make test ENGINE=vllm ARGS="-k engines"` (see README, Engines); elsewhere it is skipped and says so."""
 import copy
+import dataclasses
+import importlib
 import importlib.util
 import random
 import re
@@ -16,6 +18,7 @@ from common import UserError
 from common.data import Example
 from common.engine import make_engine, plain_logprobs
 from common.rollout import Budget, Call, End, Tool, ToolPool, make_prompts, rollout
+from common.run import parse_config
 from tests.helpers import byte_tokenizer
 
 VLLM = importlib.util.find_spec("vllm") is not None
@@ -390,6 +393,31 @@ def test_a_rollout_with_tools_adds_up(name):
         want = plain_logprobs(MODELS["qwen2"], t.prompt_ids + t.ids)[-len(t.ids):]
         gaps = [abs(a - b) for a, b, m in zip(t.logprobs, want, t.mask) if m]
         assert max(gaps) < 1e-4
+
+
+@needs_vllm
+def test_every_setting_that_changes_a_sample_is_given(monkeypatch):
+    """A field that a new vLLM adds is looked at by someone before it is trusted."""
+    from vllm import SamplingParams
+    engine, given = engine_of("vllm"), {}
+    monkeypatch.setattr(engine, "_sampling", lambda **fields: given.update(fields) or SamplingParams(**fields))
+    engine._params(5, 0.7, 3)
+    only_what_is_returned = {
+        "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+        "include_stop_str_in_output", "stream_interval", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache",
+        "routed_experts_prompt_start", "trace_decode_token_ids"}
+    assert {f for f in SamplingParams.__struct_fields__ if not f.startswith("_")} - set(given) == only_what_is_returned
+
+
+# ---- methods
+
+@pytest.mark.parametrize("path", sorted(p for p in Path("methods").glob("*.py") if p.stem != "__init__"), ids=lambda p: p.stem)
+def test_every_method_offers_both_engines(path):
+    module = importlib.import_module(f"methods.{path.stem}")
+    names = [f.name for f in dataclasses.fields(module.Config)]
+    assert names[names.index("threads") + 1] == "engine" and module.Config().engine == "hf"
+    assert "make_engine(cfg.engine, model, tokenizer" in path.read_text() and "HFEngine" not in path.read_text()
+    assert parse_config(module.Config, module.PRESETS, ["--engine", "vllm"]).engine == "vllm"
 
 
 # ---- installation
