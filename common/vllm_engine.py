@@ -12,7 +12,9 @@ given back to the trainer), it has never been run.
 """
 
 import os
+import sys
 import tempfile
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -114,7 +116,9 @@ class VLLMEngine:
         if "RANK" in os.environ:                           # torchrun: each rank has an engine of its own, on its own device
             where["distributed_executor_backend"] = "external_launcher"
         set_num_threads = torch.set_num_threads
-        with tempfile.TemporaryDirectory() as folder:
+        # vLLM looks at every value of every imported module and fails at one of llvmlite's (numba's, which bm25s imports if it is there)
+        hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
             model.config.save_pretrained(folder)
             self.llm = vllm.LLM(
                 folder, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm", dtype=str(self.dtype).removeprefix("torch."),
@@ -123,6 +127,8 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",        # after the temperature; the default is before it
                 seed=torch.initial_seed() % 2**31,         # vLLM seeds the whole process: with the seed it has
                 worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}", **where)
+        if hidden:
+            sys.modules["llvmlite.binding.ffi"] = hidden
         torch.set_num_threads = set_num_threads            # vLLM replaces it by a function that does nothing
         self.sync(model)
 

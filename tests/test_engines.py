@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+import bm25s  # noqa: F401  imports numba where vLLM is installed, as every method that searches does; vLLM once failed at that
 import numpy as np
 import pytest
 import torch
