@@ -63,6 +63,8 @@ def import_vllm(device_type: str):
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"            # the one that the CPU build has: what is tested is what runs
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"      # threads are the trainer's; vLLM would tie them to cores
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if "RANK" not in os.environ:                            # not under torchrun: a group of one, which need not be reached from outside
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device_type == "cpu":
         torch._dynamo.config.disable = True                 # else a C++ compiler is needed at run time
     try:
@@ -234,7 +236,7 @@ class VLLMEngine:
         self.probe(model)
         self._broken = False
 
-    def score(self, ids, sampled: int = 1) -> tuple[list[int], list[float]]:
+    def _score(self, ids, sampled: int) -> tuple[list[int], list[float]]:
         """(`sampled` ids drawn after `ids` at PROBE_TEMPERATURE, log-probs of ids[1:] at temperature 1 and of the sampled ids at theirs)."""
         params = self._params(sampled, PROBE_TEMPERATURE, 0, prompt_logprobs=0)
         params.stop_token_ids = []
@@ -247,6 +249,6 @@ class VLLMEngine:
         """As HFEngine.probe: a prefill scored at temperature 1, and a few tokens decoded at another, so that a change in what vLLM's
         log-probs mean shows as well."""
         ids = probe_ids(self.vocab)
-        new, scores = self.score(ids, PROBE_SAMPLED)
+        new, scores = self._score(ids, PROBE_SAMPLED)
         plain = plain_logprobs(model, ids) + plain_logprobs(model, ids + new, PROBE_TEMPERATURE)[-len(new):]
         return agreement(scores, plain, self.dtype)
