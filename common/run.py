@@ -73,6 +73,7 @@ METRICS = {
     "kl": "mean estimated KL divergence from the reference model, per token",
     "clip_fraction": "share of trained tokens whose gradient the clip removed",
     "sampler_ratio_*": "raw probability ratio of trainer to sampler on the sampled tokens: 1 when both agree",
+    "sampler_gap_*": "difference of the log-probs of trainer and sampler on the sampled tokens, without sign: mean, 99th percentile, largest",
     "policy_ratio_*": "raw probability ratio of the policy to the one that was there before the first update on this batch",
     "good_logprob": "mean log-prob of the sampled tokens of trajectories with a reward above 0: falling is an early sign of collapse",
     "grad_norm": "norm of the policy gradient before clipping",
@@ -263,12 +264,14 @@ class Run:
         known = x.sampled_BT & ~x.old_BT.isnan()
         good = torch.tensor([p["total"] > 0 for p in parts], device=known.device)[:, None] & x.sampled_BT
         ratio = losses.ratio_stats(x.old_BT, x.sampler_BT, known) if known.any() else {}
+        gap = (x.old_BT[known] - x.sampler_BT[known]).abs().sort().values.tolist()
         sampled = int(x.sampled_BT.sum())
         reused = engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"]
         self.log("train", step, {
             "reward": float(totals.mean()), **{f"reward_{k}": v for k, v in part_means(parts).items()},
             **rollout_metrics(trajectories, parts, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
-            **{f"sampler_ratio_{k}": v for k, v in ratio.items()}, "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
+            **{f"sampler_ratio_{k}": v for k, v in ratio.items()},
+            **({"sampler_gap_mean": mean(gap), "sampler_gap_p99": gap[int(0.99 * (len(gap) - 1))], "sampler_gap_max": gap[-1]} if gap else {}), "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
             **more, "sampled_tokens": sampled, "tokens_per_s": sampled / clock.laps["sample_s"], "cached_share": reused / max(1, reused + engine.counters["prefilled_tokens"]),
             **clock.laps, "step_s": clock.total})
         start = (step * self.config.keep_trajectories) % len(trajectories) // group * group

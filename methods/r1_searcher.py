@@ -51,7 +51,7 @@ import torch
 
 from common import UserError, losses, scoring
 from common.data import Example, load_examples, order, shared_questions, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.policy import load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
 from common.rollout import Budget, Call, End, Prompt, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -79,6 +79,7 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §2.1")
     stage1_data: str = setting("", "questions of stage 1, as --data (default: the same)", "paper §2.1")
     corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (the tiny world needs none)", "paper §3.3")
@@ -285,8 +286,8 @@ def train(cfg: Config) -> None:
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
     optimizer = make_optimizer(model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
-    engine = HFEngine(model, tokenizer, max_slots=max(max(n_prompts.values()) * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(max(n_prompts.values()) * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)}, ToolPool()
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template, cfg.prompt_style), tokenizer, budget)
     sample = lambda prompts, samples, step: rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=samples,

@@ -49,7 +49,7 @@ import torch
 from common import UserError, losses, scoring
 from common.chat import Ask, next_user_turn, open_chat
 from common.data import Example, load_examples, order, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.maths import maths_equal, maths_self_test
 from common.policy import load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
@@ -82,6 +82,7 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §2.1")
     corpus: str = setting("", "search: corpus.jsonl in Search-R1's format, or the URL of a retriever (needed unless data is tiny)", "paper §2.1")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
@@ -351,8 +352,8 @@ def train(cfg: Config) -> None:
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
     queries = {task: cfg.max_queries or n for task, n in QUERIES.items()}
     budgets = {task: Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, n) for task, n in queries.items()}
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages), "math": calculator_tool()}, ToolPool()
     glue = next_user_turn(tokenizer, engine.eos_ids)
     short = lambda query: fit(tokenizer, query, str, cfg.observation_tokens // 2)[1]
