@@ -25,7 +25,7 @@ def start(n: int, module: str, *flags, cwd=ROOT, **env) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *launcher, "-m", module, *flags], cwd=cwd, env={**ENV, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(p: subprocess.Popen, seconds: float = 300) -> str:
+def finish(p: subprocess.Popen, seconds: float = 600) -> str:
     """Its output; a run that does not end in time fails the test."""
     try:
         return p.communicate(timeout=seconds)[0]
@@ -126,12 +126,12 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_one_from_theirs(one_step, 
     for n, path in zip((1, 2), paths):
         p = start(n, "methods.search_r1", *SMALL, "--steps", "3", "--resume", cwd=path)
         output = finish(p)
-        assert p.returncode == 0 and output.count("resuming") == 1 and output.count("em 0.") <= 1, output
+        assert p.returncode == 0 and output.count("resuming") == 1 and output.count("open runs/") == 1, output
     one, two = (lines(folder, "train") for folder in folders)
     assert [r["step"] for r in one] == [r["step"] for r in two] == [1, 2, 3]  # nothing is written twice
     for a, b in zip(one, two):
         assert set(a) == set(b)
-        same = [k for k in a if not k.endswith(("_s", "cached_share")) and a[k] is not None]
+        same = [k for k in a if isinstance(a[k], (int, float)) and not k.endswith(("_s", "cached_share"))]
         assert {k: b[k] for k in same} == pytest.approx({k: a[k] for k in same}, rel=1e-3, abs=1e-4)
     assert lines(folders[0], "eval")[-1]["n"] == lines(folders[1], "eval")[-1]["n"] == 5
     rows = [[json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()] for folder in folders]
@@ -150,7 +150,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_save(one_step, tmp_path):
     children = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in Path(f"/proc/{p.pid}/task/{p.pid}/children").read_text().split()}
     (second,) = [int(pid) for pid, environ in children.items() if b"\0RANK=1\0" in environ]
     os.kill(second, signal.SIGTERM)
-    output = finish(p, 120)
+    output = finish(p, 240)
     (stopped,) = re.findall(r"stopped: .* is saved at step (\d+); the same command with --resume goes on", output)
     assert p.returncode != 0 and "Traceback" not in output.split("stopped:")[0], output
     assert len(lines(folder, "train")) == int(stopped) < 500 and (folder / f"checkpoint/step-{stopped}/checksum").exists()
@@ -158,7 +158,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_save(one_step, tmp_path):
 
 def test_more_ranks_than_prompts_is_a_mistake_that_is_told(tmp_path):
     p = start(2, "methods.search_r1", *SMALL, "--prompts", "1", cwd=tmp_path)
-    output = finish(p, 120)
+    output = finish(p, 240)
     assert p.returncode != 0 and "error: rank 0 of 2 has no prompt in this step: raise --prompts, or use fewer ranks" in output, output
 
 
@@ -170,6 +170,6 @@ def test_more_ranks_than_prompts_is_a_mistake_that_is_told(tmp_path):
 def test_a_rank_that_ends_or_hangs_ends_the_run_with_its_reason(what, reason):
     begun = time.monotonic()
     p = start(2, "tests.ranks_worker", what, TOOL_RL_RANK_TIMEOUT_S="5")
-    output = finish(p, 120)
+    output = finish(p, 240)
     assert p.returncode == 1 and reason in output, output
-    assert time.monotonic() - begun < 120
+    assert time.monotonic() - begun < 240
