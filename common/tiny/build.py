@@ -116,11 +116,11 @@ class Phase:
 
 PHASES = (
     Phase(name="copying", steps=340, lr=2e-3, seed=0, rows=48, decay=False),
-    Phase(name="ability", steps=1200, lr=1.8e-3, seed=1, reading=0.4, calling=0.15, results=0.1),
-    Phase(name="reading", steps=600, lr=1.5e-3, seed=2, reading=0.6, calling=0.15),
-    Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, reading=0.2, calling=0.15),
+    Phase(name="ability", steps=1200, lr=1.8e-3, seed=1, reading=0.4, calling=0.2, results=0.1),
+    Phase(name="reading", steps=600, lr=1.5e-3, seed=2, reading=0.5, calling=0.2),
+    Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, reading=0.2, calling=0.2),
     # names, numbers and addresses inside JSON come last
-    Phase(name="calls", steps=300, lr=1e-3, seed=5, reading=0.15, calling=0.25, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
+    Phase(name="calls", steps=400, lr=1e-3, seed=5, reading=0.1, calling=0.7, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
     Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.2, calling=0.05, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
 )
 LONGEST = 900  # tokens; longer traces are left out
@@ -132,7 +132,7 @@ def encode_trace(tokenizer, phase: Phase, number: int) -> tuple[list[int], list[
     for author, text in trace(phase.seed, number, reading=phase.reading, calling=phase.calling, sloppy=phase.sloppy, mixture=phase.mixture)[1]:
         piece = tokenizer.encode(text, add_special_tokens=False)
         ids += piece
-        weights += [{"model": 1.0, "tool": phase.results}.get(author, 0.0)] * len(piece)
+        weights += [{"model": 1.0, "form": 0.1, "tool": phase.results}.get(author, 0.0)] * len(piece)
     return ids, weights
 
 
