@@ -11,6 +11,9 @@ METHODS := search_r1 research r1_searcher deep_researcher torl retool otc swirl 
 ifeq ($(ENGINE),vllm)
 $(METHODS): override ARGS += --engine vllm
 endif
+# RANKS=2: a method in so many processes on this machine, by torchrun.
+RANKS ?= 1
+LAUNCH := $(V) $(if $(filter-out 1,$(RANKS)),-m torch.distributed.run --standalone --nproc_per_node=$(RANKS)) -m
 
 .PHONY: help setup setup_vllm compare_engines test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_search bench_trl research r1_searcher toolrl tool_n1 deep_researcher web
 .DEFAULT_GOAL := help
@@ -34,35 +37,35 @@ setup_vllm:  ## create .vllm-venv with vLLM too (about 4 GB); then e.g. make sea
 test: setup  ## run the tests (ARGS goes to pytest)
 	$(V) -m pytest -q tests $(ARGS)
 
-search_r1: setup  ## Search-R1 (ARGS="--help" shows every flag)
-	$(V) -m methods.search_r1 $(ARGS)
+search_r1: setup  ## Search-R1 (ARGS="--help" shows every flag; RANKS=2: in two processes, as every method)
+	$(LAUNCH) methods.search_r1 $(ARGS)
 
 research: setup  ## ReSearch (ARGS="--help" shows every flag)
-	$(V) -m methods.research $(ARGS)
+	$(LAUNCH) methods.research $(ARGS)
 
 torl: setup  ## ToRL (ARGS="--help" shows every flag)
-	$(V) -m methods.torl $(ARGS)
+	$(LAUNCH) methods.torl $(ARGS)
 
 retool: setup  ## ReTool (ARGS="--help" shows every flag)
-	$(V) -m methods.retool $(ARGS)
+	$(LAUNCH) methods.retool $(ARGS)
 
 otc: setup  ## OTC, on search or on programs (ARGS="--help" shows every flag)
-	$(V) -m methods.otc $(ARGS)
+	$(LAUNCH) methods.otc $(ARGS)
 
 swirl: setup  ## SWiRL, on search or on a calculator (ARGS="--help" shows every flag)
-	$(V) -m methods.swirl $(ARGS)
+	$(LAUNCH) methods.swirl $(ARGS)
 
 r1_searcher: setup  ## R1-Searcher; its stage files: ARGS="--select" (ARGS="--help" shows every flag)
-	$(V) -m methods.r1_searcher $(ARGS)
+	$(LAUNCH) methods.r1_searcher $(ARGS)
 
 toolrl: setup  ## ToolRL: graded reward for tool calls (ARGS="--help" shows every flag)
-	$(V) -m methods.toolrl $(ARGS)
+	$(LAUNCH) methods.toolrl $(ARGS)
 
 tool_n1: setup  ## Tool-N1: binary reward for tool calls (ARGS="--help" shows every flag)
-	$(V) -m methods.tool_n1 $(ARGS)
+	$(LAUNCH) methods.tool_n1 $(ARGS)
 
 deep_researcher: setup  ## DeepResearcher (ARGS="--help" shows every flag)
-	$(V) -m methods.deep_researcher $(ARGS)
+	$(LAUNCH) methods.deep_researcher $(ARGS)
 
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
 	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)

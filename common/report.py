@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from common import UserError
+from common import UserError, ranks
 from common.run import METRICS, main, write_atomic
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
@@ -57,6 +57,8 @@ def write_report(run_dir: str | Path, meanings: dict[str, str] = METRICS) -> Pat
     and named on the page. `meanings`: metric name, or pattern such as `stop_*`, -> one line.
     """
     run_dir = Path(run_dir)
+    if ranks.rank():  # only the first one has these files
+        return run_dir / "report.html"
     notices: list[str] = []
     config, summary = _read_json(run_dir / "config.json"), {}
     if (run_dir / "summary.json").exists():

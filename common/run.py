@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -24,7 +25,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from common import UserError, losses
+from common import UserError, ranks
 from common.rollout import Trajectory
 from common.scoring import bootstrap_interval
 from common.update import Experience
@@ -146,14 +147,18 @@ def _module_name(module) -> str:
 
 def main(body: Callable[[], Any]) -> None:
     """Run a command's body; a mistake the user can mend becomes one sentence and exit code 2."""
+    ranks.quiet()
     try:
         body()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        ranks.leave(2, f"error: {error}", error)
     except Interrupted as stop:
-        print(f"\nstopped: {stop}", file=sys.stderr)
-        sys.exit(130)
+        ranks.leave(130, f"\nstopped: {stop}")
+    except Exception as error:
+        if ranks.world() == 1:
+            raise
+        ranks.leave(1, traceback.format_exc(), error)
+    ranks.stop()
 
 
 class Interrupted(Exception):
@@ -200,12 +205,17 @@ class Run:
         self.started = time.monotonic()
         self.earlier_s = 0.0  # wall seconds of the sessions this one continues
         self.before: dict | None = None  # the evaluation at step 0
-        self.signal: str | None = None
+        self.asked: str | None = None  # the signal that this rank has got
+        self.stopping: str | None = None  # the one on which all ranks have agreed
         described = describe(type(config))
         settings = {"method": method, "preset": config.preset, "seed": config.seed, "argv": sys.argv[1:],
                     "fields": {k: {"value": getattr(config, k), **described[k]} for k in described},
                     "versions": {"python": platform.python_version(), **{p: version(p) for p in ("torch", "transformers", "numpy")}},
-                    "threads": torch.get_num_threads()}
+                    "threads": torch.get_num_threads(), "ranks": ranks.world()}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        if ranks.rank():
+            return
         if resume:
             if not (self.folder / "config.json").exists():
                 raise UserError(f"--resume: there is no run in {self.folder}; start it without --resume")
@@ -220,14 +230,20 @@ class Run:
                 shutil.rmtree(self.folder)
             self.folder.mkdir(parents=True)
             write_atomic(self.folder / "config.json", json.dumps(settings, indent=1, allow_nan=False))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number, frame) -> None:
-        if self.signal:  # a second Ctrl-C does not wait
+        several = ranks.world() > 1
+        if self.asked and not several:  # a second Ctrl-C does not wait; torchrun repeats what its workers have got already
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
-        print(f"\n{self.signal}: finishing this step, then saving (once more to leave at once)", file=sys.stderr, flush=True)
+        self.asked = signal.Signals(number).name
+        if not several or ranks.rank() == 0:
+            print(f"\n{self.asked}: finishing this step, then saving{'' if several else ' (once more to leave at once)'}", file=sys.stderr, flush=True)
+
+    @property
+    def signal(self) -> str | None:
+        """The signal that asks the run to stop. Ranks agree each time this is read: once a step, by all of them."""
+        self.stopping = next(filter(None, ranks.gather([self.asked])), None)
+        return self.stopping
 
     @property
     def wall_s(self) -> float:
@@ -239,6 +255,8 @@ class Run:
         unknown = [k for k in metrics if k not in METRICS and not any(fnmatchcase(k, p) for p in METRICS)]
         if unknown:
             raise KeyError(f"metrics without a meaning in common.run.METRICS: {unknown}")
+        if ranks.rank():
+            return
         line = {"kind": kind, "step": step, "wall_s": round(self.wall_s, 3), **{k: _finite(v) for k, v in metrics.items()}}
         append(self.folder / "metrics.jsonl", [line])
         if kind == "train":
@@ -259,31 +277,39 @@ class Run:
 
     def log_train(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], x: Experience, tokenizer, clock: Clock, engine,
                   group: int, more: dict) -> None:
-        """The metrics of one step, and a few of its trajectories (those of one group after another, so that siblings can be compared)."""
-        totals = torch.tensor([p["total"] for p in parts]).view(-1, group)
+        """The metrics of one step, and a few of its trajectories (those of one group after another, so that siblings can be compared).
+
+        With several ranks each hands over its own trajectories; the numbers are those of all, the seconds those of the slowest."""
+        first, everyones = ranks.before(len(trajectories)), ranks.gather(list(parts))
+        everyone = ranks.gather([outline(t) for t in trajectories]) if ranks.world() > 1 else trajectories
+        totals = torch.tensor([p["total"] for p in everyones]).view(-1, group)
         known = x.sampled_BT & ~x.old_BT.isnan()
         good = torch.tensor([p["total"] > 0 for p in parts], device=known.device)[:, None] & x.sampled_BT
-        ratio = losses.ratio_stats(x.old_BT, x.sampler_BT, known) if known.any() else {}
-        gap = (x.old_BT[known] - x.sampler_BT[known]).abs().sort().values.tolist()
-        sampled = int(x.sampled_BT.sum())
-        reused = engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"]
+        ratio = ranks.spread((x.old_BT[known] - x.sampler_BT[known]).exp())
+        gap = sorted(ranks.gather((x.old_BT[known] - x.sampler_BT[known]).abs().tolist()))
+        sampled, laps = ranks.all_sum(int(x.sampled_BT.sum())), {k: ranks.all_max(v) for k, v in clock.laps.items()}
+        reused = ranks.all_sum(engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"])
         self.log("train", step, {
-            "reward": float(totals.mean()), **{f"reward_{k}": v for k, v in part_means(parts).items()},
-            **rollout_metrics(trajectories, parts, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
+            "reward": float(totals.mean()), **{f"reward_{k}": v for k, v in part_means(everyones).items()},
+            **rollout_metrics(everyone, everyones, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
             **{f"sampler_ratio_{k}": v for k, v in ratio.items()},
-            **({"sampler_gap_mean": mean(gap), "sampler_gap_p99": gap[int(0.99 * (len(gap) - 1))], "sampler_gap_max": gap[-1]} if gap else {}), "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
-            **more, "sampled_tokens": sampled, "tokens_per_s": sampled / clock.laps["sample_s"], "cached_share": reused / max(1, reused + engine.counters["prefilled_tokens"]),
-            **clock.laps, "step_s": clock.total})
-        start = (step * self.config.keep_trajectories) % len(trajectories) // group * group
-        for b in range(start, min(start + self.config.keep_trajectories, len(trajectories))):
-            t = trajectories[b]
-            span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.ids))
-            row = trajectory_row(t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_per_token(x.advantages_BT[b, span], x.trained_BT[b, span]),
-                                 ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist())
-            append(self.folder / "trajectories.jsonl", [row])
+            **({"sampler_gap_mean": mean(gap), "sampler_gap_p99": gap[int(0.99 * (len(gap) - 1))], "sampler_gap_max": gap[-1]} if gap else {}),
+            "good_logprob": ranks.mean(x.sampler_BT[good]),
+            **more, "sampled_tokens": sampled, "tokens_per_s": sampled / laps["sample_s"],
+            "cached_share": reused / max(1, reused + ranks.all_sum(engine.counters["prefilled_tokens"])), **laps, "step_s": ranks.all_max(clock.total)})
+        start = (step * self.config.keep_trajectories) % len(everyone) // group * group
+        rows = []
+        for b in range(start - first, min(start + self.config.keep_trajectories, len(everyone)) - first):
+            if 0 <= b < len(trajectories):
+                t = trajectories[b]
+                span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.ids))
+                rows.append(trajectory_row(
+                    t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_per_token(x.advantages_BT[b, span], x.trained_BT[b, span]),
+                    ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist()))
+        append(self.folder / "trajectories.jsonl", ranks.gather(rows))
 
     def log_eval(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], tokenizer) -> dict:
-        """Log an evaluation; returns its metrics with "scores", the run's own metric for each question."""
+        """Log an evaluation, of all ranks; returns its metrics with "scores", the run's own metric for each question."""
         metrics = eval_metrics(self.metric, trajectories, parts)
         self.log("eval", step, metrics)
         append(self.folder / "trajectories.jsonl", (trajectory_row(t, step=step, split="eval", parts=p, tokenizer=tokenizer)
@@ -292,13 +318,21 @@ class Run:
 
     # -- checkpoints
     def save(self, step: int, trained: dict) -> None:
-        """checkpoint/step-N/: state.pt (state_dicts of `trained`) and its checksum, complete or not there; the two newest are kept."""
+        """checkpoint/step-N/: state.pt (state_dicts of `trained`) and its checksum, complete or not there; the two newest are kept.
+
+        With several ranks the first one writes whole tensors, so that any number of ranks can go on."""
+        states = {k: ranks.whole_state(v) for k, v in trained.items()}
+        if ranks.rank() == 0:
+            self._write_checkpoint(step, states)
+        ranks.broadcast(None)  # nobody goes on, or ends, before it is on the disk
+
+    def _write_checkpoint(self, step: int, states: dict) -> None:
         folder = self.folder / "checkpoint"
         part, target = folder / f".step-{step}.part", folder / f"step-{step}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         buffer = io.BytesIO()
-        torch.save({"step": step, "wall_s": self.wall_s, "before": self.before, **{k: v.state_dict() for k, v in trained.items()}}, buffer)
+        torch.save({"step": step, "wall_s": self.wall_s, "before": self.before, **states}, buffer)
         try:
             write_atomic(part / "state.pt", buffer.getvalue())
             write_atomic(part / "checksum", hashlib.blake2b(buffer.getbuffer()).hexdigest())
@@ -317,7 +351,16 @@ class Run:
 
     def restore(self, trained: dict) -> int:
         """Load the newest checkpoint that is whole into `trained`; returns the steps done. What was logged after it is taken back, since
-        those steps will be run again."""
+        those steps will be run again. With several ranks the first one reads and hands out."""
+        state = self._read_checkpoint() if ranks.rank() == 0 else None
+        step = ranks.broadcast(state["step"] if state else -1)
+        if step >= 0:
+            self.before = ranks.broadcast(state and state["before"])
+            for name, x in trained.items():
+                ranks.load_whole_state(x, state and state[name])
+        return max(step, 0)
+
+    def _read_checkpoint(self) -> dict | None:
         state = None
         for step in sorted(self.checkpoints(), reverse=True):
             folder = self.folder / "checkpoint" / f"step-{step}"
@@ -331,19 +374,18 @@ class Run:
                 print(f"checkpoint {folder} cannot be used ({error}); trying the one before", file=sys.stderr, flush=True)
         step = state["step"] if state else -1
         if state:
-            self.earlier_s, self.before = state["wall_s"], state["before"]
-            for name, x in trained.items():
-                x.load_state_dict(state[name])
+            self.earlier_s = state["wall_s"]
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             path = self.folder / name
             if path.exists():
                 kept = [line for line in path.read_text().splitlines() if _is_json(line) and json.loads(line)["step"] <= step]
                 write_atomic(path, "".join(line + "\n" for line in kept))
         print(f"resuming {self.folder} after step {step}" if state else f"{self.folder} has no usable checkpoint; starting at step 0", flush=True)
-        return max(step, 0)
+        return state
 
     def stop_if_asked(self, step: int) -> None:
-        if self.signal:
+        """Once `signal` has been read in this step."""
+        if self.stopping:
             raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
 
     # -- end
@@ -367,6 +409,11 @@ class Run:
 HEADLINES = ("em", "accuracy", "names", "format", "irrelevance", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity",
              "answered", "valid_call_rate", "step_label", "loss", "kept", "items", "n")
 RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
+
+
+def outline(t: Trajectory) -> Trajectory:
+    """What the metrics read of a trajectory: of its tokens only how many there are and who wrote them."""
+    return dataclasses.replace(t, prompt="", prompt_ids=[], ids=t.mask, logprobs=[], segments=[], calls=[dataclasses.replace(c, trajectory=None) for c in t.calls])
 
 
 def trajectory_row(t: Trajectory, *, step: int, split: str, parts: dict[str, float], tokenizer, advantage: float | list | None = None,
@@ -490,6 +537,8 @@ def _clear() -> str:
 
 
 def append(path: Path, rows: Iterable[dict]) -> None:
+    if ranks.rank():  # the first rank writes
+        return
     with path.open("a", encoding="utf-8") as f:
         for row in rows:
             f.write(json.dumps(row, allow_nan=False) + "\n")
@@ -497,6 +546,8 @@ def append(path: Path, rows: Iterable[dict]) -> None:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Temp file in the same folder, fsync, rename: the old content or the new, never half."""
+    if ranks.rank():
+        return
     part = path.with_name(f".{path.name}.part")
     with part.open("wb") as f:
         f.write(content.encode() if isinstance(content, str) else content)
@@ -521,9 +572,11 @@ def peak_memory_mb() -> float:
 
 def set_up_torch(seed: int, threads: int, device: str) -> None:
     """Seed and CPU threads (0: one per core). On a CPU only operations that add up in a fixed order: by default the gradients of a prompt
-    that a group shares are summed in whatever order the threads come, and two runs of one seed drift apart from the last bit on."""
+    that a group shares are summed in whatever order the threads come, and two runs of one seed drift apart from the last bit on. Where torchrun
+    started several ranks, they meet here."""
+    ranks.start(device)
     torch.manual_seed(seed)
-    torch.set_num_threads(threads or os.cpu_count())
+    torch.set_num_threads(threads or max(1, os.cpu_count() // ranks.on_this_machine()))
     torch.use_deterministic_algorithms(device == "cpu")
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 

@@ -49,10 +49,10 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.data import Example, load_examples, order, shared_questions, training_and_held_out
 from common.engine import make_engine
-from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Prompt, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting, write_atomic
@@ -284,6 +284,7 @@ def train(cfg: Config) -> None:
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
     group, n_prompts = cfg.samples, {1: cfg.stage1_prompts or cfg.prompts, 2: cfg.prompts}
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
+    shard(model, reference)  # over the ranks, where there are several
     optimizer = make_optimizer(model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(max(n_prompts.values()) * group, min(cfg.eval_questions, 256)),
@@ -301,7 +302,7 @@ def train(cfg: Config) -> None:
         """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=EVAL_STOP)
-        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "em", cfg, *answer_eval())
@@ -353,10 +354,10 @@ def train(cfg: Config) -> None:
 
         # 5. log, evaluate, save
         run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group,
-                      {**joined(done), **({"kl": float(kl_BT[trained_BT].mean())} if reference else {}), "stage": stage, "skipped_prompts": skipped})
+                      {**joined(done), **({"kl": ranks.mean(kl_BT[trained_BT])} if reference else {}), "stage": stage, "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 
@@ -372,7 +373,7 @@ def difficulty(cfg: Config, prompts: list[Prompt], sample: Callable) -> list[dic
     answers, found = [[] for _ in prompts], [False] * len(prompts)
     while left := [i for i, a in enumerate(answers) if not found[i] and len(a) < cfg.difficult_above]:  # all of the same length
         tried = len(answers[left[0]])
-        for t in sample([prompts[i] for i in left], min(cfg.samples, cfg.difficult_above - tried), tried):
+        for t in ranks.gather(sample([prompts[i] for i in left], min(cfg.samples, cfg.difficult_above - tried), tried)):
             i = left[t.group]
             if not found[i]:
                 answers[i].append(extract_answer(t.model_text) or "")

@@ -40,10 +40,10 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.data import Example, order, training_and_held_out
 from common.engine import make_engine
-from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
@@ -250,6 +250,7 @@ def train(cfg: Config) -> None:
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
+    shard(model, reference)  # over the ranks, where there are several
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
@@ -262,7 +263,7 @@ def train(cfg: Config) -> None:
         """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
-        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "f1", cfg, *answer_eval())
@@ -314,10 +315,10 @@ def train(cfg: Config) -> None:
         # 5. log, evaluate, save
         floor_PG = torch.tensor([p["floor"] for p in parts]).view(-1, group)
         run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group,
-                      {**joined(done), "skipped_prompts": skipped, "floor_groups": float((floor_PG == 1).all(1).float().mean())})
+                      {**joined(done), "skipped_prompts": skipped, "floor_groups": ranks.mean((floor_PG == 1).all(1).float())})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 

@@ -46,12 +46,12 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.chat import Ask, next_user_turn, open_chat
 from common.data import Example, load_examples, order, training_and_held_out
 from common.engine import make_engine
 from common.maths import maths_equal, maths_self_test
-from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Prompt, ToolPool, Trajectory, Turn, collate, fit, make_prompts, rollout
 from common.run import (Clock, Run, eval_metrics, main, mean, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting,
@@ -349,6 +349,7 @@ def train(cfg: Config) -> None:
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl and cfg.algorithm != "sft" else None
+    shard(model, reference)  # over the ranks, where there are several
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
     queries = {task: cfg.max_queries or n for task, n in QUERIES.items()}
     budgets = {task: Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, n) for task, n in queries.items()}
@@ -376,7 +377,7 @@ def train(cfg: Config) -> None:
         parts = [grade(t, task) for t in trajectories]
         if cfg.step_labels:
             parts = [{**p, "step_label": mean(good)} for p, good in zip(parts, label(trajectories))]
-        return trajectories, parts
+        return ranks.gather(trajectories), ranks.gather(parts)
 
     if cfg.evaluate:
         for task in tested:
@@ -395,7 +396,7 @@ def train(cfg: Config) -> None:
     def generate() -> list[Item]:
         """The start model's trajectories, labelled and cut; a file for every batch until all are there, so that --resume goes on between them."""
         path = run.folder / "items.jsonl"
-        if not path.exists():
+        if not ranks.broadcast(path.exists()):
             engine.sync(model)
             chosen = [train_set[i] for i in order(cfg.seed, 0, len(train_set), min(cfg.questions, len(train_set)))]
             prompts, skipped = prompts_of(cfg.task, chosen)
@@ -403,19 +404,21 @@ def train(cfg: Config) -> None:
             size, parts = max(1, AT_ONCE // cfg.per_question), []
             for start in range(0, len(prompts), size):
                 parts.append(run.folder / f"items-{start}.part")
-                if parts[-1].exists():
+                if ranks.broadcast(parts[-1].exists()):
                     continue
                 trajectories = play(cfg.task, prompts[start:start + size], samples=cfg.per_question, temperature=cfg.temperature, seed=cfg.seed,
                                     step=-1 - start)
-                scores = zip(trajectories, label(trajectories), outcomes(trajectories, cfg.task, ask))
+                scores = ranks.gather(list(zip(trajectories, label(trajectories), outcomes(trajectories, cfg.task, ask))))
                 rows = [Item(start * cfg.per_question + k, cfg.task, t.example, ids, history, action_ids, action, good, right)
                         for k, (t, labels, right) in enumerate(scores) for (ids, history, action_ids, action), good in zip(cut(t, glue), labels)]
                 write_atomic(parts[-1], "".join(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows))
-                run.stop_if_asked(0)
-            write_atomic(path, "".join(part.read_text(encoding="utf-8") for part in parts))
-            for part in parts:
-                part.unlink()
-        return read_items(path, cfg.task)
+                if run.signal:
+                    run.stop_if_asked(0)
+            if ranks.rank() == 0:
+                write_atomic(path, "".join(part.read_text(encoding="utf-8") for part in parts))
+                for part in parts:
+                    part.unlink()
+        return ranks.broadcast(read_items(path, cfg.task) if ranks.rank() == 0 else [])
 
     items = read_items(Path(cfg.items), cfg.task) if cfg.items else generate()
     used, n_kept, n_all = select(items, cfg)
@@ -468,13 +471,13 @@ def train(cfg: Config) -> None:
                 budget_tokens=one_turn.sampled_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3", importance_cap=cfg.importance_cap,
                 micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
             clock.lap("update_s")
-            usable = mean(p["query"] for p in parts if not p["answered"])
+            usable = mean(p["query"] for p in ranks.gather(parts) if not p["answered"])
             run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group, {**done, "valid_call_rate": usable})
 
         # 5. evaluate, save
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             evaluate(step + 1)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 
