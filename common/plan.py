@@ -110,8 +110,8 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
         capacity = grown(capacity, capacity)
     sampling = 16 * slots * size.vocabulary + 4 * share(prompts) * size.vocabulary
 
-    # Update: what one micro-batch keeps of every layer; then, in the backward pass, first the head (up to five copies of a chunk of logits,
-    # and a gradient as large as the head), after it the layers.
+    # Update: what one micro-batch keeps of every layer; then, in the backward pass, first the head (three copies of a chunk of logits, and
+    # a gradient as large as the head), after it the layers.
     rows = min(max(1, cfg.micro_tokens // row), -(-trajectories // getattr(cfg, "updates", 1)))
     tokens = max(row, min(cfg.micro_tokens, rows * row))
     kept = tokens * (3 * size.hidden + size.layers * (size.hidden if cfg.gradient_checkpointing else size.kept))
@@ -120,7 +120,8 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
         computed, response = same * cfg.prompt_tokens + rows * response_tokens, rows * response_tokens
         a_layer = computed * (size.kept - 2 * size.keys) + 2 * rows * row * size.queries + response * row
         kept = max(kept, computed * 3 * size.hidden + size.layers * a_layer)
-    at_head = 20 * min(chunk_rows(size.vocabulary, size.hidden), tokens) * size.vocabulary + 4 * head + 2 * item * tokens * size.hidden
+    learned = -(-tokens * response_tokens // row)
+    at_head = 12 * min(chunk_rows(size.vocabulary, size.hidden), learned) * size.vocabulary + 4 * head + 2 * item * learned * size.hidden
     in_layer = item * tokens * (2 * size.intermediate + 2 * size.hidden + (size.kept if cfg.gradient_checkpointing else 0))
     update = {"gradients": item * share(size.parameters), "activations": item * kept + max(0, in_layer - at_head), "logits": at_head}
     if sum(update.values()) < sampling:
@@ -141,7 +142,7 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
     prompts = (prompts or cfg.prompts) * cfg.samples // group
     trajectories, row = prompts * group, cfg.prompt_tokens + response_tokens
     columns = [memory(size, cfg, response_tokens=response_tokens, prompts=prompts, group=group, reference=reference, critic=critic, gpus=n) for n in GPUS]
-    unit, name = (1e9, "GB") if columns[0]["all"] >= 1e9 else (1e6, "MB")
+    unit, name = (1e9, "GB") if columns[0]["all"] >= 1e10 else (1e6, "MB")
     number = lambda n: f"{n / unit:10,.1f}"
     print(f"{sys.modules[type(cfg).__module__].__doc__.partition(':')[0]}, preset {cfg.preset}: {cfg.model}, {_count(size.parameters)} weights in "
           f"{cfg.dtype}, data {cfg.data or 'of your own (--data)'}\n")

@@ -150,11 +150,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             logits_NV = _ChunkedLogProbs._logits(hidden_NH[part], weight_VH, ctx.temperature, ctx.softcap)
             logp_NV = logits_NV.log_softmax(-1)
             slope_N1 = -grad_logp_N[part, None]
-            if grad_entropy_N is None:
-                grad_NV = logp_NV.exp_().mul_(slope_N1)
-            else:
-                slope_NV = (logp_NV + entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).add_(slope_N1)
-                grad_NV = logp_NV.exp_().mul_(slope_NV)
+            slope_NV = slope_N1 if grad_entropy_N is None else \
+                (logp_NV + entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).add_(slope_N1)
+            grad_NV = logp_NV.exp_().mul_(slope_NV)
             grad_NV.scatter_add_(1, ids_N[part, None], -slope_N1)
             if ctx.softcap is not None:  # d tanh(x) = 1 - tanh(x)^2
                 grad_NV.mul_(1 - logits_NV.mul_(ctx.temperature / ctx.softcap).square_())
@@ -164,6 +162,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_weight_VH.addmm_(grad_NV.T, hidden_NH[part])  # in place: a second V x H tensor would be most of the peak
             else:
                 grad_weight_VH += grad_NV.T @ hidden_NH[part]
+            del logits_NV, logp_NV, slope_NV, grad_NV  # before the next chunk is made
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
 
 
