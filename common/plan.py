@@ -164,10 +164,13 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
           f"{_count(cfg.steps * trajectories * sampled)} sampled tokens; {evaluations} evaluations of {cfg.eval_questions} questions{more}")
     item = {"float32": 4, "bfloat16": 2}[cfg.dtype]
     weights = item * size.parameters
-    stored = (weights + columns[0]["critic"]) * (item + 2 * (2 if cfg.optimizer_bf16 else item)) // item
+    means = 2 * (2 if cfg.optimizer_bf16 else item) * (weights + columns[0]["critic"]) // item
+    stored = weights + columns[0]["critic"] + means
     logged = TRAJECTORY_BYTES * row * (cfg.steps * cfg.keep_trajectories + 20 * evaluations)
     print(f"on disk, at most: {_bytes(3 * stored)} of checkpoints (two are kept while a third is written), {_bytes(weights)} of weights at the end, "
           f"{_bytes(logged)} of trajectories")
+    if cfg.optimizer_offload:
+        print(f"running means in the CPU's memory: {_bytes(means)}")
 
 
 def _count(n: int) -> str:
