@@ -32,6 +32,11 @@ MIN_TEMPERATURE = 0.01   # vLLM silently raises a lower one to this
 DECODED_IN_SCORE = 3     # `score` feeds its last tokens one by one, so that it also checks the decode path
 
 
+def grown(capacity: int, length: int) -> int:
+    """The next capacity of a cache that must hold `length` tokens: by a quarter at least, in multiples of 64."""
+    return -(-max(length + 1, capacity * 5 // 4) // 64) * 64
+
+
 def cache_name(model) -> str:
     """What the model's forward calls its cache: `past_key_values`, and `cache` from transformers 5.40 on."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -224,10 +229,10 @@ class _SlotCache:
         return embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weights.view(-1)[flat])
 
     def reserve(self, length: int) -> None:
-        """Grow in steps (by a quarter, in multiples of 64), so that short runs stay small."""
+        """Grow in steps, so that short runs stay small."""
         if length < self.capacity:
             return
-        self.capacity = -(-max(length + 1, self.capacity * 5 // 4) // 64) * 64
+        self.capacity = grown(self.capacity, length)
         for tensors in self.layers.values():
             for i, old in enumerate(tensors):
                 tensors[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])

@@ -51,7 +51,7 @@ def warm_up(cfg, model, tokenizer, train_set: Sequence[Example], render: Callabl
             rows.append(demonstration_row(render(train_set[i]), segments, tokenizer, wrap, cfg.observation_tokens))
     if not rows:
         raise UserError(f"--warmup: no question of {cfg.data} could be answered by rule; use --warmup 0")
-    optimizer = make_optimizer(model.parameters(), cfg.warmup_lr)
+    optimizer = make_optimizer(model.parameters(), cfg.warmup_lr, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     for step in range(cfg.warmup):
         picked = [rows[i] for i in order(cfg.seed, step, len(rows), min(8, len(rows)))]
         loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.warmup, cfg.warmup_lr, schedule="cosine"),

@@ -34,7 +34,7 @@ pages could be read.
     make deep_researcher                                      # tiny model and a small web on this machine, a few minutes on two cores
     make deep_researcher ARGS="--no-browse"                   # search alone: what stands only in pages stays unknown
     make deep_researcher ARGS="--preset smollm2 --data dev.parquet --search http://127.0.0.1:8001/search --allow 127.0.0.1:8001"
-    SERPER_API_KEY=... make deep_researcher ARGS="--preset paper --data train.parquet --reader http://127.0.0.1:9000/v1 --reader-model qwen-plus"
+    SERPER_API_KEY=... OPENAI_API_KEY=... make deep_researcher ARGS="--preset paper"         # the second key is the reading agent's
 """
 import json
 import re
@@ -50,6 +50,7 @@ from common import UserError, losses, ranks, scoring
 from common.chat import next_user_turn
 from common.data import Example, order, training_and_held_out
 from common.engine import make_engine
+from common.plan import print_plan
 from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Segment, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -71,6 +72,7 @@ class Config:
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper (training curves)")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "code train_grpo.sh")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -132,6 +134,9 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code train_grpo.sh")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised warm-up (not part of the paper)
     lesson: int = setting(120, "supervised steps before RL that teach to write a name into a call, nothing else", "ours")
     lesson_lr: float = setting(1e-3, "peak learning rate of the lesson", "ours")
@@ -146,12 +151,11 @@ PRESETS = {
         model="smollm2", data="", allow="", steps=30, prompts=2, samples=4, max_turns=4, prompt_tokens=640, turn_tokens=96, observation_tokens=320,
         trajectory_tokens=1024, portion_chars=1200, portions=1, pages=1, lr=2e-5, eval_questions=12, eval_every=0, save_every=5, micro_tokens=2048,
         lesson=0, warmup=12, warmup_traces=48, warmup_lr=1e-4),
-    "paper": dict(  # 7B instruct
-        model="Qwen/Qwen2.5-7B-Instruct", dtype="bfloat16", device="cuda", data="train.parquet", search="https://google.serper.dev/search", allow="",
-        cache="web_cache", date="today", steps=34, prompts=256, max_turns=10, topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192,
+    "paper": dict(  # 7B instruct; the questions are data/train.parquet of the code's repository
+        model="Qwen/Qwen2.5-7B-Instruct", device="cuda", data="train.parquet", search="https://google.serper.dev/search", allow="", cache="web_cache",
+        reader="https://dashscope.aliyuncs.com/compatible-mode/v1", reader_model="qwen-plus", date="today", steps=34, prompts=256, max_turns=10, topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192,
         trajectory_tokens=30720, lr=1e-6, warmup_steps=0, kl=0.001, entropy=0.001, page_s=20.0, reader_tokens=16384, reader_answer_tokens=1024,
-        eval_questions=500, eval_every=10, save_every=10, micro_tokens=32768, lesson=0,
-        warmup=0),
+        eval_questions=500, eval_every=10, save_every=10, micro_tokens=16384, gradient_checkpointing=True, lesson=0, warmup=0),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -320,17 +324,19 @@ def open_web(cfg: Config, examples: Sequence[Example]) -> tuple[Callable[[Exampl
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + cfg.answer_turn, reference=cfg.kl > 0)
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     scoring.self_test()
     date = datetime.now(timezone.utc).date().isoformat() if cfg.date == "today" else cfg.date
     system = read_template(cfg.template, PROMPT, "{date}").replace("{date}", date)
     offered = TOOLS if cfg.browse else TOOLS[:1]
     train_set, eval_set = load_data(cfg)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
     shard(model, reference)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns - 1 + cfg.answer_turn)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                          max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
@@ -480,7 +486,7 @@ def write_names(cfg: Config, model, tokenizer, train_set: list[Example], run: Ru
     names = sorted({max(names, key=len) for e in train_set if (names := NAME.findall(e.question.split(" ", 1)[-1]))})
     if not names:
         raise UserError(f"--lesson: no question of {cfg.data} holds a name; use --lesson 0")
-    optimizer = make_optimizer(model.parameters(), cfg.lesson_lr)
+    optimizer = make_optimizer(model.parameters(), cfg.lesson_lr, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     for step in range(cfg.lesson):
         picked = [names[i] for i in order(cfg.seed, step, len(names), 96)]
         loss = supervised_step(model, optimizer, [lesson(picked[i::8], tokenizer) for i in range(8)], lr=lr_at(step, cfg.lesson, cfg.lesson_lr, 5),

@@ -43,6 +43,7 @@ from common import UserError, losses, ranks, scoring
 from common.data import Example, order, training_and_held_out
 from common.engine import make_engine
 from common.maths import last_boxed, maths_equal, maths_self_test
+from common.plan import print_plan
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -65,6 +66,7 @@ class Config:
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2/")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §4.1")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -117,6 +119,9 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # another start (not part of the paper)
     over_caller: int = setting(0, "tiny data: supervised steps before RL on right traces with needless calls; 0: none", "ours")
     over_caller_lr: float = setting(1e-3, "peak learning rate of these steps, then a cosine", "ours")
@@ -124,11 +129,12 @@ class Config:
 
 PRESETS = {
     "tiny": {},
-    "paper": dict(  # 3B and 7B; search as Search-R1's scripts, for code add --task code --max-turns 3 and ToRL's model and data
+    "paper": dict(  # 7B, search and GRPO as Search-R1's scripts, whose settings the paper keeps; for PPO add --algorithm ppo --samples 1 --updates 2,
+        # for code --task code --max-turns 3 and ToRL's model, data, lengths, prompts and samples, --updates 1 --kl 0 --entropy 0 --warmup-steps 0
         model="Qwen/Qwen2.5-7B", device="cuda", data="PeterJinGo/nq_hotpotqa_train", corpus="http://127.0.0.1:8000", steps=1005, prompts=512,
-        samples=5, max_turns=4, topk=3, run_timeout=10.0, prompt_tokens=4096, turn_tokens=500, observation_tokens=500, trajectory_tokens=4096,
-        updates=2, lr=1e-6, warmup_steps=286, critic_lr=1e-5, critic_warmup_steps=15, kl=0.001, eval_questions=500, eval_every=50,
-        save_every=100, micro_tokens=32768),
+        samples=5, max_turns=4, topk=3, run_timeout=10.0, prompt_tokens=2048, turn_tokens=500, observation_tokens=500, trajectory_tokens=4096,
+        updates=10, lr=1e-6, warmup_steps=286, critic_lr=1e-5, critic_warmup_steps=15, kl=0.001, entropy=0.001, eval_questions=500,
+        eval_every=50, save_every=100, micro_tokens=16384, gradient_checkpointing=True),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -288,20 +294,23 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1, reference=cfg.kl > 0, critic=cfg.algorithm == "ppo")
     search, stop, metric = cfg.task == "search", STOPS[cfg.task], "em" if cfg.task == "search" else "accuracy"
     sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     (scoring.self_test if search else maths_self_test)()
     template = read_template(cfg.template, PROMPTS[cfg.task], "{question}")
     train_set, eval_set = load_data(cfg)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group = cfg.samples if cfg.algorithm == "grpo" else 1
     n_prompts = cfg.prompts * cfg.samples // group
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
     critic = Critic(model) if cfg.algorithm == "ppo" else None
     shard(model, reference, critic)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
-    critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay) if critic else None
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
+    critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16,
+                                      offload=cfg.optimizer_offload) if critic else None
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                          max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
@@ -421,7 +430,8 @@ def learn_to_over_call(cfg: Config, model, tokenizer, template: str, run: Run) -
     """Supervised steps on wasteful traces: the habit that the paper finds in models trained without a price on calls."""
     if cfg.data != "tiny":
         raise UserError("--over-caller is made of the tiny world's traces: it needs --data tiny")
-    optimizer, wrap = make_optimizer(model.parameters(), cfg.over_caller_lr), wrap_passages if cfg.task == "search" else wrap_output
+    wrap = wrap_passages if cfg.task == "search" else wrap_output
+    optimizer = make_optimizer(model.parameters(), cfg.over_caller_lr, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     for step in range(cfg.over_caller):
         traces = [wasteful_trace(cfg, 16 * step + i, tokenizer.eos_token) for i in range(16)]
         rows = [demonstration_row(render(e, tokenizer, template, cfg.task), segments, tokenizer, wrap, cfg.observation_tokens) for e, segments in traces]

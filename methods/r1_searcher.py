@@ -52,6 +52,7 @@ import torch
 from common import UserError, losses, ranks, scoring
 from common.data import Example, load_examples, order, shared_questions, training_and_held_out
 from common.engine import make_engine
+from common.plan import print_plan
 from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Prompt, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -74,6 +75,7 @@ class Config:
     stage1_steps: int = setting(8, "how many of them, the first ones, are stage 1; 0: without stage 1", "paper §2.2")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §3.3")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -125,6 +127,9 @@ class Config:
     kl: float = setting(0.0, "KL coefficient: k1 in the reward (Llama: 1e-4)", "code scripts/")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised warm-up (not part of the paper)
     warmup: int = setting(0, "supervised steps on traces built by rule, before RL", "ours")
     warmup_traces: int = setting(48, "traces for the warm-up", "ours")
@@ -135,7 +140,7 @@ PAPER = dict(  # Qwen2.5-7B base, one epoch, as the released script, which start
     model="Qwen/Qwen2.5-7B", device="cuda", data="XXsongLALA/RAG-RL-Hotpotqa-with-2wiki", corpus="r1_searcher+http://127.0.0.1:5004",
     steps=119, stage1_steps=0, select_questions=20000, easy_below=10, difficult_above=20, stage1_questions=350, prompts=64, samples=16,
     max_turns=8, topk=3, prompt_tokens=1024, turn_tokens=512, observation_tokens=1024, trajectory_tokens=12800, lr=2e-6,
-    eval_questions=500, eval_every=25, save_every=25, micro_tokens=32768)
+    eval_questions=500, eval_every=25, save_every=25, micro_tokens=16384, gradient_checkpointing=True)
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
@@ -277,15 +282,18 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example], list[Example]]
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1, reference=cfg.kl > 0,
+                          prompts=max(cfg.prompts, cfg.stage1_prompts))
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     scoring.self_test()
     template = read_template(cfg.template, PROMPTS[cfg.prompt_style], *(["{question}"] if cfg.prompt_style == "base" else []))
     stage1_set, train_set, eval_set = load_data(cfg)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, {1: cfg.stage1_prompts or cfg.prompts, 2: cfg.prompts}
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
     shard(model, reference)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
+    optimizer = make_optimizer(model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(max(n_prompts.values()) * group, min(cfg.eval_questions, 256)),
                          max_length=cfg.prompt_tokens + cfg.trajectory_tokens)

@@ -43,6 +43,7 @@ import torch
 from common import UserError, losses, ranks, scoring
 from common.data import Example, order, training_and_held_out
 from common.engine import make_engine
+from common.plan import print_plan
 from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -64,6 +65,7 @@ class Config:
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "code train_multi_node.sh")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §3.1")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -109,6 +111,9 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised warm-up (not part of the paper)
     warmup: int = setting(0, "supervised steps on traces built by rule, before RL", "ours")
     warmup_traces: int = setting(48, "traces for the warm-up", "ours")
@@ -123,7 +128,7 @@ PRESETS = {
     "paper": dict(  # 7B base; two epochs of MuSiQue. For the other one add --model Qwen/Qwen2.5-7B-Instruct --prompt-style instruct
         model="Qwen/Qwen2.5-7B", device="cuda", data="RUC-NLPIR/FlashRAG_datasets:musique", corpus="research+http://127.0.0.1:8000", steps=154,
         prompts=256, samples=5, max_turns=32, topk=5, prompt_tokens=512, turn_tokens=8192, observation_tokens=8192, trajectory_tokens=8192, lr=1e-6,
-        warmup_steps=0, kl=0.001, entropy=0.001, eval_questions=100, micro_tokens=32768),
+        warmup_steps=0, kl=0.001, entropy=0.001, eval_questions=100, micro_tokens=16384, gradient_checkpointing=True),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -243,15 +248,17 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1, reference=cfg.kl > 0)
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     scoring.self_test()
     template = read_template(cfg.template, PROMPTS[cfg.prompt_style], *(["{question}"] if cfg.prompt_style == "base" else []))
     train_set, eval_set = load_data(cfg)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
     shard(model, reference)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                          max_length=cfg.prompt_tokens + cfg.trajectory_tokens)

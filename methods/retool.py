@@ -23,6 +23,7 @@ Changed, and why:
   - a snippet without a fence is the text after <code>; the evaluation code runs it with the tag in it (eval.py).
   - the answer is compared by equality of maths; the recipe asks for the same characters (`--reward recipe` does that, with its graded
     punishment).
+  - the problems' own instructions, another answer format, are taken off (the recipe leaves them in).
   - calls, output and time are limited: the paper states no limits; the recipe has 8 turns and the evaluation code 400 characters.
 
 What to watch: `accuracy` and `code`; with the cold start both begin high; `response_tokens` falls.
@@ -33,15 +34,16 @@ What to watch: `accuracy` and `code`; with the cold start both begin high; `resp
     make retool ARGS="--algorithm ppo"
 """
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from common import UserError, losses, ranks
-from common.data import Example, order, read_messages, training_and_held_out
+from common.data import Example, load_examples, order, read_messages, training_and_held_out
 from common.engine import make_engine
 from common.maths import last_boxed, maths_equal, maths_self_test
+from common.plan import print_plan
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -63,6 +65,7 @@ class Config:
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper Tab. 1")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §3.1")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -112,12 +115,15 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised cold start
     cold_start: int = setting(6, "supervised steps before RL; 0: none", "paper §2.2")
     cold_start_data: str = setting("", "file of {\"messages\"} rows as ReTool-SFT (default: traces built from the tiny world's expressions or GSM8K's solutions)", "paper §2.2")
     cold_start_traces: int = setting(48, "traces of the cold start", "code recipe run_qwen2-32b_sft.sh")
     cold_start_batch: int = setting(16, "traces per supervised step", "code recipe run_qwen2-32b_sft.sh")
-    cold_start_lr: float = setting(4e-4, "peak learning rate of the cold start, then a cosine", "code recipe run_qwen2-32b_sft.sh")
+    cold_start_lr: float = setting(4e-4, "peak learning rate of the cold start: a tenth of the steps up to it, then a cosine", "code recipe run_qwen2-32b_sft.sh")
 
 
 PRESETS = {
@@ -126,10 +132,10 @@ PRESETS = {
         model="smollm2", data="", steps=30, prompts=4, samples=4, max_turns=2, prompt_tokens=384, turn_tokens=128, observation_tokens=64,
         trajectory_tokens=384, lr=2e-5, cold_start_lr=1e-4, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 32B; GRPO as the recipe, for the paper's PPO add --algorithm ppo --prompts 1024 --samples 1 --updates 4
-        model="Qwen/Qwen2.5-32B-Instruct", dtype="bfloat16", device="cuda", data="BytedTsinghua-SIA/DAPO-Math-17k", cold_start_data="train_2000.jsonl",
+        model="Qwen/Qwen2.5-32B-Instruct", device="cuda", data="BytedTsinghua-SIA/DAPO-Math-17k", cold_start_data="JoeYing/ReTool-SFT",
         steps=400, prompts=512, samples=16, max_turns=8, run_timeout=30.0, prompt_tokens=2048, turn_tokens=16384, observation_tokens=512,
         trajectory_tokens=16384, updates=8, lr=1e-6, warmup_steps=0, critic_lr=2e-6, critic_warmup_steps=20, cold_start=372, cold_start_traces=2000,
-        cold_start_batch=32, cold_start_lr=1e-5, eval_every=10, save_every=30, micro_tokens=32768),
+        cold_start_batch=32, cold_start_lr=1e-5, eval_every=10, save_every=30, micro_tokens=16384, gradient_checkpointing=True),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -237,10 +243,10 @@ def cold_start(cfg: Config, model, tokenizer, template: str, train_set: list[Exa
     rows = [r for r in rows if len(r[0]) <= cfg.prompt_tokens + cfg.trajectory_tokens]
     if not rows:
         raise UserError(f"--cold-start: every trace is longer than {cfg.prompt_tokens + cfg.trajectory_tokens} tokens; raise --trajectory-tokens")
-    optimizer = make_optimizer(model.parameters(), cfg.cold_start_lr)
+    optimizer = make_optimizer(model.parameters(), cfg.cold_start_lr, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     for step in range(cfg.cold_start):
         picked = [rows[i] for i in order(cfg.seed, step, len(rows), min(cfg.cold_start_batch, len(rows)))]
-        loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.cold_start, cfg.cold_start_lr, schedule="cosine"),
+        loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.cold_start, cfg.cold_start_lr, cfg.cold_start // 10, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
 
@@ -250,23 +256,33 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         return problems("train", 4096, cfg.seed), problems("eval", cfg.eval_questions)
-    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, load_problems)
+
+
+def load_problems(spec: str, **which) -> list[Example]:
+    """Every problem once, without the instructions around it: DAPO-Math's file repeats each a hundred times, and asks for "Answer: ..."."""
+    asked = re.compile(r'Solve the following math problem step by step\..*?\n\n(.*)\n\nRemember to put your answer on its own line after "Answer:"\.?', re.S)
+    bare = (replace(e, question=m[1].strip()) if (m := asked.fullmatch(e.question.strip())) else e for e in load_examples(spec, **which))
+    return list({e.question: e for e in bare}.values())
 
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=1 if cfg.text_only else cfg.max_turns + 1, critic=cfg.algorithm == "ppo")
     sandbox = open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     maths_self_test()
     template = read_template(cfg.template, PROMPT, "{question}")
     train_set, eval_set = load_data(cfg)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group = cfg.samples if cfg.algorithm == "grpo" else 1
     n_prompts = cfg.prompts * cfg.samples // group
     critic = Critic(model) if cfg.algorithm == "ppo" else None
     shard(model, critic)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
-    critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay) if critic else None
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
+    critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16,
+                                      offload=cfg.optimizer_offload) if critic else None
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, 0 if cfg.text_only else cfg.max_turns)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                          max_length=cfg.prompt_tokens + cfg.trajectory_tokens)

@@ -51,6 +51,7 @@ from common.chat import Ask, next_user_turn, open_chat
 from common.data import Example, load_examples, order, training_and_held_out
 from common.engine import make_engine
 from common.maths import maths_equal, maths_self_test
+from common.plan import print_plan
 from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Prompt, ToolPool, Trajectory, Turn, collate, fit, make_prompts, rollout
@@ -77,6 +78,7 @@ class Config:
     steps: int = setting(30, "optimisation steps (one batch of saved states each)", "ours")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §2.1")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -122,6 +124,9 @@ class Config:
     kl: float = setting(0.0, "KL coefficient: k3 in the loss", "ours")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
 
 
 PRESETS = {
@@ -133,7 +138,7 @@ PRESETS = {
         model="google/gemma-2-27b-it", device="cuda", data="hotpotqa/hotpot_qa:distractor", corpus="http://127.0.0.1:8000", questions=10000,
         trajectories=0, judge="https://generativelanguage.googleapis.com/v1beta/openai", judge_model="gemini-1.5-pro", steps=400, prompts=256, samples=4,
         prompt_tokens=512, turn_tokens=512, observation_tokens=512, trajectory_tokens=3072, lr=1e-6, warmup_steps=20, kl=0.01, eval_questions=300,
-        eval_every=50, save_every=50, micro_tokens=32768),
+        eval_every=50, save_every=50, micro_tokens=8192, gradient_checkpointing=True),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -337,6 +342,9 @@ def load_data(cfg: Config, tested: Sequence[Task]) -> tuple[list[Example], dict[
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.trajectory_tokens + cfg.turn_tokens, turns=1, reference=cfg.kl > 0 and cfg.algorithm != "sft",
+                          more=f"; and before them {cfg.questions * cfg.per_question:,} trajectories with tools, made once")
     other = {"search": "math", "math": "search"}[cfg.task]
     tested = {"": [cfg.task], "both": [cfg.task, other]}.get(cfg.eval_task, [cfg.eval_task])
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
@@ -346,11 +354,11 @@ def train(cfg: Config) -> None:
     templates = PROMPTS | {cfg.task: read_template(cfg.template, PROMPTS[cfg.task], "{question}")}
     train_set, eval_sets = load_data(cfg, tested)
     ask = None if cfg.judge == "oracle" else open_chat(cfg.judge, model=cfg.judge_model, max_tokens=cfg.judge_tokens, device=cfg.device)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl and cfg.algorithm != "sft" else None
     shard(model, reference)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     queries = {task: cfg.max_queries or n for task, n in QUERIES.items()}
     budgets = {task: Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, n) for task, n in queries.items()}
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),

@@ -49,6 +49,7 @@ from common import losses, ranks
 from common.calls import canonical, load_requests, loads, print_benchmark, read_gold
 from common.data import Example, order, training_and_held_out
 from common.engine import make_engine
+from common.plan import print_plan
 from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, End, ToolCall, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -68,6 +69,7 @@ class Config:
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper Fig. 6")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §5.1")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -105,10 +107,13 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "paper App. B")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised start
     sft_steps: int = setting(0, "supervised steps on the gold replies before RL; 0: none", "paper Tab. 3")
     sft_batch: int = setting(16, "replies per supervised step", "code qwen_sft.yaml")
-    sft_lr: float = setting(4e-4, "peak learning rate of the supervised steps, then a cosine", "code qwen_sft.yaml")
+    sft_lr: float = setting(4e-4, "peak learning rate of the supervised steps: a tenth of them up to it, then a cosine", "code qwen_sft.yaml")
     sft_think: bool = setting(True, "learn the thought too", "paper Tab. 3")
 
 
@@ -120,7 +125,7 @@ PRESETS = {
     "paper": dict(  # 7B, as qwen.sh; its 7 epochs would be 427 steps, but every curve of the paper ends near 150
         model="Qwen/Qwen2.5-7B-Instruct", device="cuda", data="Salesforce/xlam-function-calling-60k,Team-ACE/ToolACE", steps=150, prompts=1024,
         samples=5, prompt_tokens=4096, turn_tokens=8192, updates=4, lr=1e-6, warmup_steps=0, kl=0.001, sft_batch=32, sft_lr=2e-5,
-        eval_questions=1000, eval_every=10, save_every=10, micro_tokens=32768),
+        eval_questions=1000, eval_every=10, save_every=10, micro_tokens=16384, gradient_checkpointing=True),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -245,13 +250,13 @@ def gold_reply(example: Example, think: bool = True) -> str:
 
 def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], prompts_of: Callable, run: Run) -> None:
     """Supervised steps on the gold replies of the training requests (paper Tab. 3; the whole model, where the paper trains adapters)."""
-    optimizer = make_optimizer(model.parameters(), cfg.sft_lr)
+    optimizer = make_optimizer(model.parameters(), cfg.sft_lr, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     for step in range(cfg.sft_steps):
         rows = []
         for p in prompts_of([train_set[i] for i in order(cfg.seed, step, len(train_set), cfg.sft_batch)])[0]:
             ids = tokenizer.encode(gold_reply(p.example, cfg.sft_think) + tokenizer.eos_token, add_special_tokens=False)
             rows.append((p.ids + ids, [0] * len(p.ids) + [1] * len(ids)))
-        loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.sft_steps, cfg.sft_lr, schedule="cosine"),
+        loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.sft_steps, cfg.sft_lr, cfg.sft_steps // 10, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
 
@@ -268,14 +273,16 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.turn_tokens, turns=1, reference=cfg.kl > 0)
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     template = read_template(cfg.template, PROMPT, "{tools}")
     train_set, eval_set = load_data(cfg)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
     shard(model, reference)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, 0, cfg.turn_tokens, turns=0)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                          max_length=cfg.prompt_tokens + cfg.turn_tokens)

@@ -54,6 +54,7 @@ from common import losses, ranks, scoring
 from common.calls import canonical, load_requests, loads, print_benchmark, read_gold
 from common.data import Example, order, training_and_held_out
 from common.engine import make_engine
+from common.plan import print_plan
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, End, ToolCall, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -73,6 +74,7 @@ class Config:
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "code run_grpo.sh")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §4.2")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -121,10 +123,13 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised start
     sft_steps: int = setting(0, "supervised steps on the gold replies before RL; 0: none", "paper §4.2")
     sft_batch: int = setting(16, "replies per supervised step", "code issue 42")
-    sft_lr: float = setting(4e-4, "peak learning rate of the supervised steps, then a cosine", "code issue 42")
+    sft_lr: float = setting(4e-4, "peak learning rate of the supervised steps: a tenth of them up to it, then a cosine", "code issue 42")
 
 
 PRESETS = {
@@ -135,7 +140,7 @@ PRESETS = {
     "paper": dict(  # 3B, GRPO from a cold start as run_grpo.sh; for PPO add --algorithm ppo --samples 1; SFT4k is --sft-steps 735
         model="Qwen/Qwen2.5-3B-Instruct", device="cuda", data="emrecanacikgoz/ToolRL", steps=105, prompts=512, samples=4, prompt_tokens=2048,
         turn_tokens=1024, length_target=512, updates=4, lr=1e-6, warmup_steps=0, critic_lr=1e-5, entropy=0.001, sft_lr=1e-5, eval_questions=80,
-        eval_every=5, save_every=15, micro_tokens=32768),
+        eval_every=5, save_every=15, micro_tokens=16384, gradient_checkpointing=True),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -351,13 +356,13 @@ def gold_reply(example: Example) -> str:
 
 def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], prompts_of: Callable, run: Run) -> None:
     """Supervised steps on the gold replies of the training requests (paper §4.2)."""
-    optimizer = make_optimizer(model.parameters(), cfg.sft_lr)
+    optimizer = make_optimizer(model.parameters(), cfg.sft_lr, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     for step in range(cfg.sft_steps):
         rows = []
         for p in prompts_of([train_set[i] for i in order(cfg.seed, step, len(train_set), cfg.sft_batch)])[0]:
             ids = tokenizer.encode(gold_reply(p.example) + tokenizer.eos_token, add_special_tokens=False)
             rows.append((p.ids + ids, [0] * len(p.ids) + [1] * len(ids)))
-        loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.sft_steps, cfg.sft_lr, schedule="cosine"),
+        loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.sft_steps, cfg.sft_lr, cfg.sft_steps // 10, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
 
@@ -373,17 +378,20 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.turn_tokens, turns=1, reference=cfg.kl > 0, critic=cfg.algorithm == "ppo")
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     template = read_template(cfg.template, PROMPT, "{tools}")
     train_set, eval_set = load_data(cfg)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group = cfg.samples if cfg.algorithm == "grpo" else 1
     n_prompts = cfg.prompts * cfg.samples // group
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
     critic = Critic(model) if cfg.algorithm == "ppo" else None
     shard(model, reference, critic)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
-    critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay) if critic else None
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
+    critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16,
+                                      offload=cfg.optimizer_offload) if critic else None
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, 0, cfg.turn_tokens, turns=0)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                          max_length=cfg.prompt_tokens + cfg.turn_tokens)

@@ -43,6 +43,7 @@ from common import losses, ranks
 from common.data import Example, order, training_and_held_out
 from common.engine import make_engine
 from common.maths import last_boxed, maths_equal, maths_self_test
+from common.plan import print_plan
 from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
@@ -64,6 +65,7 @@ class Config:
     steps: int = setting(45, "optimisation steps (one rollout batch each)", "code issue 24")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
+    plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
     model: str = setting("tiny", "tiny, smollm2, a folder, or a hub id", "paper §3.1")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
@@ -118,7 +120,8 @@ PRESETS = {
         lr=2e-5, warmup=12, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 1.5B, as torl_1.5b.sh; the 7B settings are not published
         model="Qwen/Qwen2.5-Math-1.5B", device="cuda", data="GAIR/ToRL", steps=1000, prompts=128, samples=16, run_timeout=10.0, prompt_tokens=400,
-        turn_tokens=3072, observation_tokens=256, trajectory_tokens=3072, lr=1e-6, warmup_steps=0, eval_every=4, save_every=20, micro_tokens=32768),
+        turn_tokens=3072, observation_tokens=256, trajectory_tokens=3072, lr=1e-6, warmup_steps=0, eval_every=4, save_every=20, micro_tokens=32768,
+        gradient_checkpointing=True),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -196,15 +199,17 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
+    if cfg.plan:
+        return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1)
     sandbox = open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     maths_self_test()
     template = read_template(cfg.template, PROMPT, "{question}")
     train_set, eval_set = load_data(cfg)
-    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device)
+    model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, cfg.prompts
     shard(model)  # over the ranks, where there are several
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay)
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
     engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
                          max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
