@@ -188,7 +188,8 @@ def run_all(jobs: Sequence[Job], workers: int = 0, fresh: bool = False, keep_mod
                 if wrong:
                     failed[folder] = f"{folder}: {wrong}" if took <= longest_s else f"{folder}: longer than {longest_s:.0f} s; {wrong}"
                 left = (time.monotonic() - began) / ended * (len(waiting) + len(running))
-                print(f"[{len(jobs) - len(todo) + ended}/{len(jobs)}] {folder}: {wrong or f'{took:.0f} s'}; about {left / 60:.0f} min left", flush=True)
+                print(f"[{len(jobs) - len(todo) + ended}/{len(jobs)}] {folder}: {wrong or f'{took:.0f} s'}; about {left / 60:.0f} min left",
+                      flush=True)
     except KeyboardInterrupt:
         print(f"\nletting {len(running)} runs save (once more to leave at once)", file=sys.stderr, flush=True)
         raise Interrupted("every finished run is kept; the same command goes on") from None
@@ -286,17 +287,20 @@ h1 { font-size: 1.5rem; margin: 0 0 8px; } h2 { font-size: 1.2rem; margin: 36px 
 p, li, summary, code { overflow-wrap: anywhere; } p { margin: 0 0 8px; max-width: 80ch; }
 .quiet { color: var(--quiet); font-size: 13.5px; }
 article { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; margin: 12px 0; }
-.verdict { display: inline-block; border: 1.5px solid currentColor; border-radius: 99px; padding: 0 9px; font-size: 13px; font-weight: 600; margin-right: 6px; }
+.verdict { display: inline-block; border: 1.5px solid currentColor; border-radius: 99px; padding: 0 9px; font-size: 13px; font-weight: 600;
+  margin-right: 6px; }
 .holds { color: var(--good); } .fails { color: var(--bad); } .undecided { color: var(--warn); } .not-run { color: var(--quiet); }
-.arm { display: grid; grid-template-columns: 13rem minmax(0, 1fr) 14rem; gap: 0 12px; align-items: center; border-top: 1px solid var(--line); padding: 3px 0; }
+.arm { display: grid; grid-template-columns: 13rem minmax(0, 1fr) 14rem; gap: 0 12px; align-items: center; padding: 3px 0;
+  border-top: 1px solid var(--line); }
 .arm b { font-weight: 600; overflow-wrap: anywhere; } .arm span { font-variant-numeric: tabular-nums; }
 .arm svg { display: block; width: 100%; height: 26px; overflow: visible; }
-line { stroke: var(--ink); stroke-width: 2.5; } line.zero { stroke: var(--quiet); stroke-width: 1; stroke-dasharray: 3 3; } line.axis { stroke: var(--line); stroke-width: 1; }
-circle { fill: var(--ink); } circle.seed { opacity: .35; } rect.region { fill: var(--good); opacity: .13; } .scale { font-size: 12px; }
+line { stroke: var(--ink); stroke-width: 2.5; } line.zero { stroke: var(--quiet); stroke-width: 1; stroke-dasharray: 3 3; }
+line.axis { stroke: var(--line); stroke-width: 1; } circle { fill: var(--ink); } circle.seed { opacity: .35; } rect.region { fill: var(--good); opacity: .13; }
 figure { margin: 8px 0; overflow-x: auto; } figure img { display: block; width: 100%; min-width: 34rem; height: auto; }
 .table { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap; }
-details { margin: 8px 0; } summary { cursor: pointer; padding: 4px 0; } code { font: 13px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; } td { white-space: nowrap; }
+details { margin: 8px 0; } summary { cursor: pointer; padding: 4px 0; }
+code { font: 13px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 @media (max-width: 640px) { .arm { grid-template-columns: minmax(0, 1fr); } main { padding: 14px 12px 40px; } }
 """
 escape = html.escape
@@ -331,11 +335,12 @@ def bars(arms: Sequence[tuple[str, Sequence[float], str]], region: tuple[float, 
         drawn = '<line class="axis" x1="0" x2="100%" y1="13" y2="13"/>'
         if region:
             width = 100 * (min(region[1], high) - max(region[0], low)) / (high - low)
-            drawn += f'<rect class="region" x="{px(region[0])}" width="{width:.2f}%" y="0" height="26"/><line class="zero" x1="{px(0)}" x2="{px(0)}" y1="0" y2="26"/>'
+            drawn += f'<rect class="region" x="{px(region[0])}" width="{width:.2f}%" y="0" height="26"/>'
+            drawn += f'<line class="zero" x1="{px(0)}" x2="{px(0)}" y1="0" y2="26"/>'
         drawn += "".join(f'<circle class="seed" cx="{px(v)}" cy="13" r="3"/>' for v in values)
         drawn += f'<line x1="{px(lower)}" x2="{px(upper)}" y1="13" y2="13"/>' if len(values) > 1 else ""
-        out.append(f'<div class="arm"><b>{escape(label)}</b><svg role="img" aria-label="{escape(text)}">{drawn}<circle cx="{px(mean)}" cy="13" r="5"/></svg>'
-                   f"<span>{escape(text)}</span></div>")
+        drawn += f'<circle cx="{px(mean)}" cy="13" r="5"/>'
+        out.append(f'<div class="arm"><b>{escape(label)}</b><svg role="img" aria-label="{escape(text)}">{drawn}</svg><span>{escape(text)}</span></div>')
     return "".join(out)
 
 
@@ -364,14 +369,16 @@ def write_pages(folder: Path, name: str, title: str, body: str, markdown: str) -
 
 def tell(failed: Sequence[str]) -> None:
     if failed:
-        raise UserError(f"{len(failed)} runs failed, and are missing above: {'; '.join(failed[:5])}{' ...' if failed[5:] else ''}; the same command tries again")
+        raise UserError(f"{len(failed)} runs failed, and are missing above: {'; '.join(failed[:5])}{' ...' if failed[5:] else ''}; the same command tries "
+                        "again")
 
 
 # ---- fork -------------------------------------------------------------------------------------------------------------
 def fork(source: str, name: str, folder: Path = Path("methods")) -> Path:
     """methods/<name>.py, a copy of methods/<source>.py that runs under its own name: other first line, other run folder, other commands."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
-        raise UserError(f"NAME={name}: a method's name has lower-case letters, digits and _, begins with a letter and is no word of Python; try my_idea")
+        raise UserError(f"NAME={name}: a method's name has lower-case letters, digits and _, begins with a letter and is no word of Python; try "
+                        "my_idea")
     path, target = folder / f"{source}.py", folder / f"{name}.py"
     if not re.fullmatch(r"\w+", source) or not path.is_file():
         raise UserError(f"FROM={source}: there is no {path}{nearest(source, [p.stem for p in folder.glob('[a-z]*.py')])}")
@@ -387,7 +394,8 @@ def fork(source: str, name: str, folder: Path = Path("methods")) -> Path:
             file.write(f'"""{name}: a fork of {source}. Say here what it changes, and why.\n\n{title}\n{rest}')
     except FileExistsError:
         raise UserError(f"NAME={name}: {target} is there already, and stays as it is; choose another name") from None
-    print(f"{target}\n  run it:    make run METHOD={name}\n  test it:   make test ARGS=\"-k {name}\"\n  see what you changed:  diff methods/{source}.py {target}")
+    print(f"{target}\n  run it:                make run METHOD={name}\n  test it:               make test ARGS=\"-k {name}\"\n"
+          f"  see what you changed:  diff {path} {target}")
     return target
 
 
@@ -419,9 +427,10 @@ def sweep(method: str, flag: str, values: Sequence[str], seeds: int, flags: dict
         arms[label] = [[(step, row[metric]) for step, row in read_rows(job.folder)["eval"].items()] for job in own]
     if not lines:
         tell(failed)
-    head = [flag, "seeds", f"{metric} before", f"{metric} after", "calls after", "minutes"]
+    head = [flag, "seeds", f"{metric} before", f"{metric} after", "calls after", "minutes a run"]
     title = f"{method}: {flag}"
-    note = f"Means over seeds with 95 % intervals (Student's t), on held-out questions, greedy. Settings besides: {' '.join(flags_of(flags)) or 'the preset tiny'}."
+    note = ("Means over seeds with 95 % intervals (Student's t), on held-out questions, greedy. Settings besides: "
+            f"{' '.join(flags_of(flags)) or 'the preset tiny'}.")
     steps = {max(x for x, _ in points) for points in (p for own in arms.values() for p in own)}
     picture = figure(curves_svg(arms, "steps", f"{metric}, held-out questions")) if min(steps) > 0 else ""
     body = f'<p class="quiet">{escape(note)}</p>{picture}<article><h3>{metric} after training</h3>{bars(ends)}</article>{html_table(head, lines)}'
@@ -455,11 +464,12 @@ def compare(task: str, seeds: int, tokens: float, flags: dict[str, object], **ho
             body.append(found[0]), markdown.append(found[1])
     if not body:
         tell(failed)
-    note = ("The tiny model and world: a picture of mechanisms, not a benchmark. All methods of a family start from the same weights, learn from questions of the same "
-            "training worlds and answer the same held-out questions (greedy); what is left, batch size included, is each method's preset. Sampled tokens and tool calls "
-            "are those of training, trajectories that SWiRL makes beforehand included; supervised steps are not sampled, and their number is given. Intervals: 95 %, "
-            "Student's t over seeds. Curves: mean over seeds, and a band from the lowest to the highest.")
-    write_pages(Path("runs/compare"), task, f"Methods on equal terms: {task}", f"<p>{escape(note)}</p>{''.join(body)}", f"{note}\n\n{''.join(markdown)}")
+    note = ("The tiny model and world: a picture of mechanisms, not a benchmark. All methods of a family start from the same weights, learn from questions "
+            "of the same training worlds and answer the same held-out questions (greedy); what is left, batch size included, is each method's preset. "
+            "Sampled tokens and tool calls are those of training, trajectories that SWiRL makes beforehand included; supervised steps are not sampled, and "
+            "their number is given. Intervals: 95 %, Student's t over seeds. Curves: mean over seeds, and a band from the lowest to the highest.")
+    title, text = f"Methods on equal terms: {task}", f"{note}\n\n{''.join(markdown)}"
+    write_pages(Path("runs/compare"), task, title, f"<p>{escape(note)}</p>{''.join(body)}", text)
     tell(failed)
 
 
@@ -471,19 +481,20 @@ def compared(family: str, done: dict[str, list[Job]], tokens: float) -> tuple[st
     rows = {m: [read_rows(j.folder) for j in own] for m, own in done.items()}
     whole = {m: [max(spent(r, "tokens").values()) for r in own] for m, own in rows.items()}
     budget = tokens or min(total for own in whole.values() for total in own)
-    head = ["method", "seeds", "supervised steps", f"{metric} before", f"at {budget / 4000:.0f} k tokens", f"at {budget / 2000:.0f} k", f"at {budget / 1000:.0f} k",
-            "tool calls in training, to there", "calls per question, at the end", "minutes"]
+    thousands = lambda x: f"{x / 1000:.3g} k"
+    head = ["method", "seeds", "supervised steps", f"{metric} before RL", f"at {thousands(budget / 4)} tokens", f"at {thousands(budget / 2)}",
+            f"at {thousands(budget)}", "tool calls in training, to there", "calls per question, at the end", "minutes a run"]
     lines, ends = [], []
     for m, own in rows.items():
         settings = settings_of(done[m][0])
         curves = [against(r, metric, "tokens") for r in own]
         values = lambda share: [at(c, budget * share) for c in curves]
         calls = [at(sorted((t, spent(r, "calls")[s]) for s, t in spent(r, "tokens").items()), budget) for r in own]
-        short = "" if min(whole[m]) >= budget else f" (ended at {min(whole[m]) / 1000:.0f} k)"
+        short = "" if min(whole[m]) >= budget else f" (ended at {thousands(min(whole[m]))})"
         last = [r["eval"][max(r["eval"])] for r in own]
-        lines.append([m, str(len(own)), str(sum(settings.get(name, 0) for name in SUPERVISED)), said([c[0][1] for c in curves]), said(values(0.25)), said(values(0.5)),
-                      said(values(1)) + short, f"{statistics.fmean(calls):,.0f}", said([row["calls"] for row in last], 2),
-                      f"{statistics.fmean(row['wall_s'] for row in last) / 60:.1f}"])
+        three = [statistics.fmean(v) for v in ([c[0][1] for c in curves], values(0.25), values(0.5))]
+        lines.append([m, str(len(own)), str(sum(settings.get(name, 0) for name in SUPERVISED)), *(f"{v:.3f}" for v in three), said(values(1)) + short,
+                      f"{statistics.fmean(calls):,.0f}", said([row["calls"] for row in last], 2), f"{statistics.fmean(row['wall_s'] for row in last) / 60:.1f}"])
         ends.append((m, values(1), said(values(1)) + short))
     cost = {"tokens": "sampled tokens, thousands", "calls": "tool calls in training, thousands"}
     arms = lambda what: {m: [[(x / 1000, y) for x, y in against(r, metric, what)] for r in own] for m, own in rows.items()}
@@ -492,8 +503,8 @@ def compared(family: str, done: dict[str, list[Job]], tokens: float) -> tuple[st
     missing = "" if len(pictures) == 2 else '<p class="quiet">A picture is left out: a method has spent nothing on its axis.</p>'
     if family == "tools":
         missing += '<p class="quiet">Tool calls are those written; neither method runs any.</p>'
-    return (f"<h2>{family}</h2>{''.join(pictures)}{missing}<article><h3>{metric} after {budget / 1000:.0f} thousand sampled tokens</h3>{bars(ends)}</article>"
-            f"{html_table(head, lines)}", f"{family}\n\n{markdown_table(head, lines)}\n")
+    after = f"<article><h3>{metric} after {thousands(budget)} sampled tokens</h3>{bars(ends)}</article>"
+    return f"<h2>{family}</h2>{''.join(pictures)}{missing}{after}{html_table(head, lines)}", f"{family}\n\n{markdown_table(head, lines)}\n"
 
 
 # ---- commands ---------------------------------------------------------------------------------------------------------
