@@ -549,7 +549,7 @@ def write_claims(seeds: int) -> None:
             change = said(list(r.differences.values())) if r.differences else "–"
             lines.append([method, r.claim.says, r.claim.paper, r.claim.measure.text, measured or "–", change, str(len(r.differences)), r.verdict])
     head = ["method", "claim", "the paper's numbers", "measured", "arms", "difference or change", "seeds", "verdict"]
-    summary = html_table(["method", "claim", "verdict"], [[line[0], line[1], line[7]] for line in lines])
+    summary = html_table(["verdict", "method", "claim"], [[line[7], line[0], line[1]] for line in lines])
     body.insert(1, f"<details><summary>All verdicts in one table</summary>{summary}</details>")
     DATA.mkdir(parents=True, exist_ok=True)
     numbers = [{"id": r.claim.id, "method": r.claim.method, "says": r.claim.says, "measured": r.claim.measure.text, "expects": r.claim.expects,

@@ -298,7 +298,8 @@ line { stroke: var(--ink); stroke-width: 2.5; } line.zero { stroke: var(--quiet)
 line.axis { stroke: var(--line); stroke-width: 1; } circle { fill: var(--ink); } circle.seed { opacity: .35; } rect.region { fill: var(--good); opacity: .13; }
 figure { margin: 8px 0; overflow-x: auto; } figure img { display: block; width: 100%; min-width: 34rem; height: auto; }
 .table { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; } td { white-space: nowrap; }
+th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+td { white-space: nowrap; } td.text { white-space: normal; min-width: 11rem; }
 details { margin: 8px 0; } summary { cursor: pointer; padding: 4px 0; }
 code { font: 13px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 @media (max-width: 640px) { .arm { grid-template-columns: minmax(0, 1fr); } main { padding: 14px 12px 40px; } }
@@ -323,6 +324,8 @@ def figure(svg: str) -> str:
 def bars(arms: Sequence[tuple[str, Sequence[float], str]], region: tuple[float, float] | None = None) -> str:
     """One line for each (label, a value for each seed, text behind): the seeds, their mean and its interval on a common axis. With
     `region` zero is marked, and where the interval must lie is shaded."""
+    if not arms:
+        return ""
     ends = [x for _, values, _ in arms for x in (*values, *t_interval(values)[1:]) if math.isfinite(x)]
     ends += [0.0, *(x for x in region if math.isfinite(x))] if region else []
     low, high = min(ends), max(ends)
@@ -351,8 +354,10 @@ def said(values: Sequence[float], digits: int = 3) -> str:
 
 
 def html_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells) + "</tr>"
-    return f'<div class="table"><table>{row(head, "th")}{"".join(row(line, "td") for line in lines)}</table></div>'
+    """Short cells stay on one line; a table that is too wide for the screen can be moved by itself."""
+    cell = lambda text: f'<td{" class=text" * (len(text) > 32)}>{escape(text)}</td>'
+    rows = "".join(f"<tr>{''.join(map(cell, line))}</tr>" for line in lines)
+    return f'<div class="table"><table><tr>{"".join(f"<th>{escape(h)}</th>" for h in head)}</tr>{rows}</table></div>'
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -145,6 +145,11 @@ def test_the_pages(two_arms, monkeypatch, capsys):
     assert "1 hold, 1 fail, 1 are not run" in page and page.count('<span class="verdict holds">holds</span>') == 1
     assert "<script" not in page and "<b> is" not in page and "A &lt;b&gt; is better &amp; so on." in page and "Too &lt;large&gt;." in page and "&lt;i&gt;paper" in page
     assert "http" not in page.split("</head>")[1] and "planned 1 core minutes with five seeds, the finished runs took 15" in page
+    for arm in ("with", "without"):
+        for seed in range(5):
+            c.job("torl", arm, seed).record.unlink()
+    c.command(["--table"])  # nothing is finished: a page all the same
+    assert "3 are not run" in Path("runs/claims/claims.html").read_text()
     row = text.split("\n")[4]
     assert row.startswith("| torl | A <b> is better & so on. | 12 and 7 | accuracy on held-out questions after training | with 0.830 (0.772 to 0.888); without 0.730 (")
     assert row.endswith("| 0.100 (0.088 to 0.112) | 5 | holds |")
