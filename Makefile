@@ -15,7 +15,7 @@ endif
 RANKS ?= 1
 LAUNCH := $(V) $(if $(filter-out 1,$(RANKS)),-m torch.distributed.run --standalone --nproc_per_node=$(RANKS)) -m
 
-.PHONY: help setup setup_vllm compare_engines test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_search bench_trl research r1_searcher toolrl tool_n1 deep_researcher web
+.PHONY: help setup setup_vllm compare_engines test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_search bench_trl research r1_searcher toolrl tool_n1 deep_researcher web run fork sweep compare claims
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -67,13 +67,29 @@ tool_n1: setup  ## Tool-N1: binary reward for tool calls (ARGS="--help" shows ev
 deep_researcher: setup  ## DeepResearcher (ARGS="--help" shows every flag)
 	$(LAUNCH) methods.deep_researcher $(ARGS)
 
+run: setup  ## any method file: make run METHOD=my_idea [ARGS="--help"]
+	@test -f "methods/$(METHOD).py" || { echo "error: there is no methods/$(METHOD).py; name a method: make run METHOD=torl" >&2; exit 2; }
+	$(V) -m methods.$(METHOD) $(ARGS)
+
+fork: setup  ## copy a method to change it: make fork FROM=torl NAME=my_idea
+	@$(V) -m common.experiments fork "$(FROM)" "$(NAME)"
+
+sweep: setup  ## one setting, several values: make sweep METHOD=torl FLAG=max_turns VALUES=0,1,2 [SEEDS=3] [ARGS="--steps 20"]
+	@$(V) -m common.experiments sweep "$(METHOD)" "$(FLAG)" "$(VALUES)" $(SEEDS:%=--seeds %) $(ARGS)
+
+compare: setup  ## methods on equal terms: make compare TASK=search|code|tools|all [SEEDS=3] [ARGS="--tokens 150000"]
+	@$(V) -m common.experiments compare "$(TASK)" $(SEEDS:%=--seeds %) $(ARGS)
+
+claims: setup  ## what the papers claim, in miniature: make claims [METHOD=otc] [SEEDS=5] [ARGS="--plan"]
+	@$(V) -m common.claims $(METHOD) $(SEEDS:%=--seeds %) $(ARGS)
+
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
 	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)
 
 report: setup  ## rebuild the page of a run: make report RUN=runs/search_r1/tiny-seed0
 	$(V) -m common.report $(RUN)
 
-.PHONY: diff diff_table settings_table
+.PHONY: diff diff_table settings_table run fork sweep compare claims
 diff: setup  ## two method files side by side, each difference named: make diff A=search_r1 B=research
 	$(V) -m common.side_by_side $(A) $(B)
 

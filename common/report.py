@@ -115,7 +115,7 @@ def compare_curves(
             raise UserError(f'{path}: "{metric}" has no finite value in its "{kind}" lines; nothing to draw.')
         arms.setdefault(label, []).append(points if kind == "eval" else _running_mean(points))
     title = title or f"{metric}, {'held-out questions' if kind == 'eval' else 'training samples (running mean)'}"
-    write_atomic(Path(out_svg), _comparison_svg(arms, x, title))
+    write_atomic(Path(out_svg), curves_svg(arms, x, title))
     return Path(out_svg)
 
 
@@ -481,7 +481,8 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
 
 
-def _comparison_svg(arms: dict[str, list[list[tuple[float, float]]]], x_name: str, title: str) -> str:
+def curves_svg(arms: dict[str, list[list[tuple[float, float]]]], x_name: str, title: str) -> str:
+    """A picture of {label: for every seed its points (x, y), sorted by x}: per label the mean and a band from the lowest to the highest."""
     everything = [point for seeds in arms.values() for points in seeds for point in points]
     x0, x1 = min(x for x, _ in everything), max(x for x, _ in everything)
     y0, y1 = min(y for _, y in everything), max(y for _, y in everything)

@@ -75,6 +75,7 @@ class Config:
     engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §4.1")
     train_questions: int = setting(256, "questions of the tiny world, so that each is met again; other data are taken whole", "ours")
+    zero_hop: bool = setting(True, "tiny data: a third of the questions says itself what is asked for; off: one and two look-ups, as Search-R1's", "ours")
     corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (search; needed unless data is tiny)", "paper §4.1")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
     eval_questions: int = setting(200, "held-out questions", "ours")
@@ -285,7 +286,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     if cfg.data == "tiny":
         if cfg.task == "code":
             return problems("train", cfg.train_questions, cfg.seed), problems("eval", cfg.eval_questions)
-        hops = (0, 1, 2)  # a third says in the question what is asked for
+        hops = (0, 1, 2) if cfg.zero_hop else (1, 2)
         return questions("train", cfg.train_questions, cfg.seed, hops), questions("eval", cfg.eval_questions, hops=hops)
     if cfg.task == "search" and not cfg.corpus:
         raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")

@@ -437,7 +437,8 @@ def train(cfg: Config) -> None:
     trained = {"model": model, "optimizer": optimizer}
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
-        run.log("items", 0, {"n": n_all, "kept": n_kept / n_all, "items": len(used)})
+        run.log("items", 0, {"n": n_all, "kept": n_kept / n_all, "items": len(used), "calls": len(items) / n_all - 1,  # all but the last message
+                             "sampled_tokens": sum(len(i.action_ids) for i in items)})
         run.before = evaluate(0)
 
     for step in range(first, cfg.steps):
