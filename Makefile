@@ -4,7 +4,7 @@ ARGS ?=
 VENV ?= .venv
 V := $(VENV)/bin/python
 
-.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research r1_searcher toolrl tool_n1 deep_researcher web
+.PHONY: help setup test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_trl research r1_searcher toolrl tool_n1 deep_researcher web exercises
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -72,6 +72,9 @@ web: setup  ## serve a corpus as a small web with Serper's search protocol: make
 
 sandbox_check: setup  ## what the sandbox protects here, line by line: make sandbox_check [ARGS="unsafe" or ARGS="http://host:port"]
 	$(V) -m common.sandbox --check $(ARGS)
+
+exercises: setup  ## planted bugs: prove that the tests find each; to hunt one: ARGS="apply", then "hint", "solution", "undo"
+	$(V) -m tests.exercise $(ARGS)
 
 vectors: setup  ## reward and parser vectors: make vectors [DIR=tests/vectors]
 	$(V) -m tests.check_vectors $(or $(DIR),tests/vectors)

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from common import UserError, losses
+from common import UserError, health, losses
 from common.rollout import Trajectory
 from common.scoring import bootstrap_interval
 from common.update import Experience
@@ -65,6 +65,7 @@ METRICS = {
     "turns": "mean model turns per trajectory",
     "response_tokens": "mean tokens per trajectory that the model sampled",
     "tool_tokens": "mean tokens per trajectory that tools and notices wrote",
+    "repetition": "share of the sampled 4-grams of tokens that stood earlier in the same turn: towards 1 when the text goes in circles",
     "stop_*": "share of trajectories that ended for this reason",
     "skipped_prompts": "prompts left out because they are longer than the prompt budget",
     "zero_variance_groups": "share of groups whose samples all got the same reward: they teach nothing",
@@ -151,11 +152,15 @@ def main(body: Callable[[], Any]) -> None:
         sys.exit(2)
     except Interrupted as stop:
         print(f"\nstopped: {stop}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(stop.code)
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the run was saved and can be resumed."""
+    """The run was saved and can be resumed: after Ctrl-C or SIGTERM (exit code 130), or a collapse (3)."""
+
+    def __init__(self, message: str, code: int = 130):
+        super().__init__(message)
+        self.code = code
 
 
 def read_template(path: str, default: str, *placeholders: str) -> str:
@@ -199,6 +204,9 @@ class Run:
         self.earlier_s = 0.0  # wall seconds of the sessions this one continues
         self.before: dict | None = None  # the evaluation at step 0
         self.signal: str | None = None
+        self.train_lines: list[dict] = []  # what metrics.jsonl says of training
+        self.warned: set[str] = set()
+        self.collapse = ""  # why --stop-on-collapse ends the run
         described = describe(type(config))
         settings = {"method": method, "preset": config.preset, "seed": config.seed, "argv": sys.argv[1:],
                     "fields": {k: {"value": getattr(config, k), **described[k]} for k in described},
@@ -222,7 +230,7 @@ class Run:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number, frame) -> None:
-        if self.signal:  # a second Ctrl-C does not wait
+        if self.signal and not self.collapse:  # a second Ctrl-C does not wait
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
         print(f"\n{self.signal}: finishing this step, then saving (once more to leave at once)", file=sys.stderr, flush=True)
@@ -240,6 +248,7 @@ class Run:
         line = {"kind": kind, "step": step, "wall_s": round(self.wall_s, 3), **{k: _finite(v) for k, v in metrics.items()}}
         append(self.folder / "metrics.jsonl", [line])
         if kind == "train":
+            self.train_lines.append(line)
             self._progress(line)
         else:
             shown = " ".join(f"{k} {line[k] if isinstance(line[k], int) else format(line[k], '.3g')}" for k in metrics if line[k] is not None and k in HEADLINES)
@@ -277,6 +286,17 @@ class Run:
             row = trajectory_row(t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_per_token(x.advantages_BT[b, span], x.trained_BT[b, span]),
                                  ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist())
             append(self.folder / "trajectories.jsonl", [row])
+        self.watch()
+
+    def watch(self) -> None:
+        """Say every new sign of collapse once. With --stop-on-collapse a collapse is like a signal: the method saves, then stops."""
+        signs = health.check(self.train_lines)
+        for sign in signs:
+            if sign.warns and sign.rule.name not in self.warned:
+                self.warned.add(sign.rule.name)
+                print(f"{_clear()}warning, {sign}", file=sys.stderr, flush=True)
+        if self.config.stop_on_collapse and self.train_lines[-1]["step"] < self.total and (why := health.collapse(signs)):
+            self.collapse, self.signal = why, self.signal or "collapse"
 
     def log_eval(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], tokenizer) -> dict:
         """Log an evaluation; returns its metrics with "scores", the run's own metric for each question."""
@@ -335,10 +355,14 @@ class Run:
             if path.exists():
                 kept = [line for line in path.read_text().splitlines() if _is_json(line) and json.loads(line)["step"] <= step]
                 write_atomic(path, "".join(line + "\n" for line in kept))
+                self.train_lines += [row for row in map(json.loads, kept) if row.get("kind") == "train"]
         print(f"resuming {self.folder} after step {step}" if state else f"{self.folder} has no usable checkpoint; starting at step 0", flush=True)
         return max(step, 0)
 
     def stop_if_asked(self, step: int) -> None:
+        if self.collapse:
+            raise Interrupted(f"{self.folder} has collapsed ({self.collapse}) and is saved at step {step}. See make report RUN={self.folder}; "
+                              "the same command with --resume --no-stop-on-collapse goes on all the same", code=3)
         if self.signal:
             raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
 
@@ -362,7 +386,7 @@ class Run:
 
 HEADLINES = ("em", "accuracy", "names", "format", "irrelevance", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity",
              "answered", "valid_call_rate", "step_label", "loss", "kept", "items", "n")
-RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
+RESUME_MAY_CHANGE = ("resume", "stop_on_collapse", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
 def trajectory_row(t: Trajectory, *, step: int, split: str, parts: dict[str, float], tokenizer, advantage: float | list | None = None,
@@ -397,7 +421,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     sampled = sum(sum(t.mask) for t in trajectories)
     not_answers = sum(t.turns - (t.stop == "answer") for t in trajectories)
     out = {"calls": len(calls) / n, "turns": sum(t.turns for t in trajectories) / n, "response_tokens": sampled / n,
-           "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n,
+           "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n, "repetition": repetition(trajectories),
            **{f"call_{kind}": mean(c.outcome == kind for c, _ in calls) for kind in sorted({"ok", *(c.outcome for c, _ in calls)})},
            "productivity": sum(p[metric] for p in parts) / len(calls) if calls else math.nan,
            "valid_call_rate": len(calls) / not_answers if not_answers else math.nan, "tools_s": sum(c.run_s for c, _ in calls)}
@@ -407,6 +431,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     for t in trajectories:
         out[f"stop_{t.stop}"] = out.get(f"stop_{t.stop}", 0.0) + 1 / n
     return out
+
+
+def repetition(trajectories: Sequence[Trajectory], n: int = 4) -> float:
+    """Share of n-grams of sampled tokens that stood earlier in the same turn; NaN where no turn has n tokens."""
+    grams = [list(zip(*(t.ids[s.start + i:s.end] for i in range(n)))) for t in trajectories for s in t.segments if s.author == "model"]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(g)) for g in grams) / total if total else math.nan
 
 
 def part_means(parts: Sequence[dict]) -> dict[str, float]:
