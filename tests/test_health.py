@@ -50,7 +50,7 @@ def changed(rows, start: int, **changes) -> list[dict]:
 # ---- runs that are well -----------------------------------------------------------------------------------------------
 def test_a_real_run_that_learned_is_well_at_every_step():
     rows = real("health_search_r1")
-    assert len(rows) == 40 and rows[-1]["reward"] > 0.8 > 0.2 > rows[0]["reward"]
+    assert len(rows) > 30 and rows[-1]["reward"] > 0.8 > 0.2 > rows[0]["reward"]
     for n in range(len(rows) + 1):
         assert bad(rows[:n]) == {}
 
