@@ -1,12 +1,13 @@
 """Signs of collapse: runs that learn give none, each kind of collapse gives its own, and the stop rule saves, says why and can be resumed."""
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from common import health
+from common import health, report
 from common.run import METRICS, Interrupted, Run, repetition
 from common.rollout import Segment, Trajectory
 from methods.search_r1 import Config
@@ -214,3 +215,37 @@ def test_a_run_that_did_not_ask_or_is_at_its_end_goes_on(tmp_path, monkeypatch, 
     assert "the text goes in circles" in capsys.readouterr().err
     run = Run(Config(stop_on_collapse=True), method="m", metric="em", total_steps=33, resume=False)
     assert play(run, rows[:33]) == 0 and run.signal is None
+
+
+# ---- the report -------------------------------------------------------------------------------------------------------
+def panel(folder: Path, lines: list[dict]) -> dict:
+    (folder / "config.json").write_text(json.dumps({"method": "m", "preset": "tiny", "seed": 0, "fields": {}}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report.write_report(folder).read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])["health"]
+
+
+def test_the_report_shows_every_sign_the_bad_ones_first(tmp_path):
+    found = panel(tmp_path, [{"kind": "eval", "step": 0, "em": 0.1}, *learning()])
+    assert found["said"] == "No signs of collapse after 60 training steps." and len(found["signs"]) == len(health.RULES)
+    assert not any(sign["warns"] or sign["when"] for sign in found["signs"])
+    found = panel(tmp_path, changed(changed(learning(), 40, repetition=1.0), 20, sampler_ratio_mean=lambda i, old: 0.5 if i < 8 else 1.0))
+    assert found["said"] == "1 sign of collapse after 60 training steps; 1 passed. The stop rule would end the run: the text goes in circles since step 41."
+    first, second, *others = found["signs"]
+    assert first["name"] == "repetition" and first["when"] == "since step 41" and first["warns"]
+    assert second["name"] == "sampler ratio" and second["when"] == "steps 22 to 29" and not second["warns"] and not any(sign["when"] for sign in others)
+
+
+def test_the_report_of_a_run_that_has_just_begun(tmp_path):
+    assert panel(tmp_path, learning(steps=3))["said"] == "3 training steps so far: signs of collapse are looked for from step 8 on."
+    (tmp_path / "metrics.jsonl").unlink()
+    page = report.write_report(tmp_path).read_text(encoding="utf-8")
+    assert "0 training steps so far" in page
+
+
+def test_a_lost_number_is_a_sign_and_a_missing_one_is_not(tmp_path):
+    """A mask that is off by one makes ratios NaN, which metrics.jsonl holds as null; a step that trained nothing has none."""
+    lost = changed(learning(), 30, sampler_ratio_mean=None, sampler_ratio_min=None, sampler_ratio_max=None)
+    assert [sign["value"] for sign in panel(tmp_path, lost)["signs"] if sign["warns"]] == ["1 → none"]
+    gone = [{k: v for k, v in row.items() if row["step"] < 30 or not k.startswith("sampler_ratio")} for row in learning()]
+    assert not any(sign["warns"] for sign in panel(tmp_path, gone)["signs"])
