@@ -15,7 +15,7 @@ endif
 RANKS ?= 1
 LAUNCH := $(V) $(if $(filter-out 1,$(RANKS)),-m torch.distributed.run --standalone --nproc_per_node=$(RANKS)) -m
 
-.PHONY: help setup setup_vllm compare_engines test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_search bench_trl research r1_searcher toolrl tool_n1 deep_researcher web run fork sweep compare claims
+.PHONY: help setup setup_vllm compare_engines test search_r1 torl retool otc swirl eval report retriever setup_bfcl sandbox_check vectors tiny_model tiny_rates bench bench_sandbox bench_search bench_trl research r1_searcher toolrl tool_n1 deep_researcher web run fork sweep compare claims exercises
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -89,7 +89,7 @@ eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-se
 report: setup  ## rebuild the page of a run: make report RUN=runs/search_r1/tiny-seed0
 	$(V) -m common.report $(RUN)
 
-.PHONY: diff diff_table settings_table run fork sweep compare claims
+.PHONY: diff diff_table settings_table run fork sweep compare claims exercises
 diff: setup  ## two method files side by side, each difference named: make diff A=search_r1 B=research
 	$(V) -m common.side_by_side $(A) $(B)
 
@@ -113,6 +113,9 @@ web: setup  ## serve a corpus as a small web with Serper's search protocol: make
 
 sandbox_check: setup  ## what the sandbox protects here, line by line: make sandbox_check [ARGS="unsafe" or ARGS="http://host:port"]
 	$(V) -m common.sandbox --check $(ARGS)
+
+exercises: setup  ## planted bugs: prove that the tests find each; to hunt one: ARGS="apply", then "hint", "solution", "undo"
+	$(V) -m tests.exercise $(ARGS)
 
 vectors: setup  ## reward and parser vectors: make vectors [DIR=tests/vectors]
 	$(V) -m tests.check_vectors $(or $(DIR),tests/vectors)

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from common import UserError, ranks
+from common import UserError, health, ranks
 from common.rollout import Trajectory
 from common.scoring import bootstrap_interval
 from common.update import Experience
@@ -66,6 +66,7 @@ METRICS = {
     "turns": "mean model turns per trajectory",
     "response_tokens": "mean tokens per trajectory that the model sampled",
     "tool_tokens": "mean tokens per trajectory that tools and notices wrote",
+    "repetition": "share of the sampled 4-grams of tokens that stood earlier in the same turn: towards 1 when the text goes in circles",
     "stop_*": "share of trajectories that ended for this reason",
     "skipped_prompts": "prompts left out because they are longer than the prompt budget",
     "zero_variance_groups": "share of groups whose samples all got the same reward: they teach nothing",
@@ -153,7 +154,7 @@ def main(body: Callable[[], Any]) -> None:
     except UserError as error:
         ranks.leave(2, f"error: {error}", error)
     except Interrupted as stop:
-        ranks.leave(130, f"\nstopped: {stop}")
+        ranks.leave(stop.code, f"\nstopped: {stop}")
     except Exception as error:
         if ranks.world() == 1:
             raise
@@ -162,7 +163,11 @@ def main(body: Callable[[], Any]) -> None:
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the run was saved and can be resumed."""
+    """The run was saved and can be resumed: after Ctrl-C or SIGTERM (exit code 130), or a collapse (3)."""
+
+    def __init__(self, message: str, code: int = 130):
+        super().__init__(message)
+        self.code = code
 
 
 def read_template(path: str, default: str, *placeholders: str) -> str:
@@ -207,6 +212,9 @@ class Run:
         self.before: dict | None = None  # the evaluation at step 0
         self.asked: str | None = None  # the signal that this rank has got
         self.stopping: str | None = None  # the one on which all ranks have agreed
+        self.train_lines: list[dict] = []  # what metrics.jsonl says of training
+        self.warned: set[str] = set()
+        self.collapse = ""  # why --stop-on-collapse ends the run
         described = describe(type(config))
         settings = {"method": method, "preset": config.preset, "seed": config.seed, "argv": sys.argv[1:],
                     "fields": {k: {"value": getattr(config, k), **described[k]} for k in described},
@@ -233,7 +241,7 @@ class Run:
 
     def _on_signal(self, number, frame) -> None:
         several = ranks.world() > 1
-        if self.asked and not several:  # a second Ctrl-C does not wait; torchrun repeats what its workers have got already
+        if self.asked and not self.collapse and not several:  # a second Ctrl-C does not wait; torchrun repeats what its workers have got already
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
         if not several or ranks.rank() == 0:
@@ -260,6 +268,7 @@ class Run:
         line = {"kind": kind, "step": step, "wall_s": round(self.wall_s, 3), **{k: _finite(v) for k, v in metrics.items()}}
         append(self.folder / "metrics.jsonl", [line])
         if kind == "train":
+            self.train_lines.append(line)
             self._progress(line)
         else:
             shown = " ".join(f"{k} {line[k] if isinstance(line[k], int) else format(line[k], '.3g')}" for k in metrics if line[k] is not None and k in HEADLINES)
@@ -307,6 +316,19 @@ class Run:
                     t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_per_token(x.advantages_BT[b, span], x.trained_BT[b, span]),
                     ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist()))
         append(self.folder / "trajectories.jsonl", ranks.gather(rows))
+        self.watch()
+
+    def watch(self) -> None:
+        """Say every new sign of collapse once. With --stop-on-collapse a collapse is like a signal: the method saves, then stops."""
+        if ranks.rank():  # the first one keeps the metrics; the others learn of a stop as of a signal
+            return
+        signs = health.check(self.train_lines)
+        for sign in signs:
+            if sign.warns and sign.rule.name not in self.warned:
+                self.warned.add(sign.rule.name)
+                print(f"{_clear()}warning, {sign}", file=sys.stderr, flush=True)
+        if self.config.stop_on_collapse and self.train_lines[-1]["step"] < self.total and (why := health.collapse(signs)):
+            self.collapse, self.asked = why, self.asked or "collapse"
 
     def log_eval(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], tokenizer) -> dict:
         """Log an evaluation, of all ranks; returns its metrics with "scores", the run's own metric for each question."""
@@ -380,11 +402,15 @@ class Run:
             if path.exists():
                 kept = [line for line in path.read_text().splitlines() if _is_json(line) and json.loads(line)["step"] <= step]
                 write_atomic(path, "".join(line + "\n" for line in kept))
+                self.train_lines += [row for row in map(json.loads, kept) if row.get("kind") == "train"]
         print(f"resuming {self.folder} after step {step}" if state else f"{self.folder} has no usable checkpoint; starting at step 0", flush=True)
         return state
 
     def stop_if_asked(self, step: int) -> None:
         """Once `signal` has been read in this step."""
+        if self.collapse:
+            raise Interrupted(f"{self.folder} has collapsed ({self.collapse}) and is saved at step {step}. See make report RUN={self.folder}; "
+                              "the same command with --resume --no-stop-on-collapse goes on all the same", code=3)
         if self.stopping:
             raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
 
@@ -408,7 +434,7 @@ class Run:
 
 HEADLINES = ("em", "accuracy", "names", "format", "irrelevance", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity",
              "answered", "valid_call_rate", "step_label", "loss", "kept", "items", "n")
-RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
+RESUME_MAY_CHANGE = ("resume", "stop_on_collapse", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
 def outline(t: Trajectory) -> Trajectory:
@@ -448,7 +474,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     sampled = sum(sum(t.mask) for t in trajectories)
     not_answers = sum(t.turns - (t.stop == "answer") for t in trajectories)
     out = {"calls": len(calls) / n, "turns": sum(t.turns for t in trajectories) / n, "response_tokens": sampled / n,
-           "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n,
+           "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n, "repetition": repetition(trajectories),
            **{f"call_{kind}": mean(c.outcome == kind for c, _ in calls) for kind in sorted({"ok", *(c.outcome for c, _ in calls)})},
            "productivity": sum(p[metric] for p in parts) / len(calls) if calls else math.nan,
            "valid_call_rate": len(calls) / not_answers if not_answers else math.nan, "tools_s": sum(c.run_s for c, _ in calls)}
@@ -458,6 +484,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     for t in trajectories:
         out[f"stop_{t.stop}"] = out.get(f"stop_{t.stop}", 0.0) + 1 / n
     return out
+
+
+def repetition(trajectories: Sequence[Trajectory], n: int = 4) -> float:
+    """Share of n-grams of sampled tokens that stood earlier in the same turn; NaN where no turn has n tokens."""
+    grams = [list(zip(*(t.ids[s.start + i:s.end] for i in range(n)))) for t in trajectories for s in t.segments if s.author == "model"]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(g)) for g in grams) / total if total else math.nan
 
 
 def part_means(parts: Sequence[dict]) -> dict[str, float]:

@@ -74,6 +74,7 @@ class Config:
     steps: int = setting(48, "optimisation steps (one rollout batch each), stage 1 included", "paper §3.3")
     stage1_steps: int = setting(8, "how many of them, the first ones, are stage 1; 0: without stage 1", "paper §2.2")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data

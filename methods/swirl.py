@@ -77,6 +77,7 @@ class Config:
     eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper Tab. 2")
     steps: int = setting(30, "optimisation steps (one batch of saved states each)", "ours")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data

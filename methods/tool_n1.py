@@ -68,6 +68,7 @@ class Config:
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper Fig. 6")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data

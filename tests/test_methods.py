@@ -55,3 +55,12 @@ def test_a_method_without_tests_of_its_own_runs(path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     summary = json.loads((Path("runs") / path.stem / "test-of-one-step" / "summary.json").read_text())
     assert summary["method"] == path.stem and summary["steps"] == 1
+
+
+@every_method
+def test_the_stop_rule_is_asked_for_in_the_same_words_and_a_stop_is_saved_first(path):
+    text = path.read_text()
+    line = '    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")\n'
+    assert re.search(r"^    resume: bool = .*\n" + re.escape(line), text, re.M)
+    logged, saved, stopped = (text.rindex(part) for part in ("run.log_train(", "or run.signal:\n            run.save(", "run.stop_if_asked(step + 1)"))
+    assert logged < saved < stopped

@@ -52,6 +52,19 @@ def test_turns_results_and_answer_are_appended_in_order_with_their_authors():
     assert t.mask[-1] == 1  # the end token the model sampled is trained
 
 
+def test_every_turn_continues_the_tokens_that_stand():
+    """Token in, token out, also where the text does not show it: an end token that was sampled before a notice stays in the history."""
+    (t,), engine = run(scripted("hm", "one?", "done!"))
+    assert [s.author for s in t.segments] == ["model", "notice", "model", "tool", "model"]
+    starts = [s.start for s in t.segments if s.author == "model"]
+    assert [ids for ids, _ in engine.submitted] == [t.prompt_ids + t.ids[:start] for start in starts]
+
+
+def test_trajectories_come_back_by_question_and_then_by_sample():
+    trajectories, _ = run(scripted("done!"), n=3, samples=2)  # advantages are computed over neighbours
+    assert [(t.example.id, t.group, t.sample) for t in trajectories] == [(f"e{g}", g, s) for g in range(3) for s in range(2)]
+
+
 def test_budget_of_turns_then_one_last_turn_whose_call_is_not_run():
     (t,), _ = run(scripted("a?"))
     assert t.stop == "turns" and t.turns == 4 and len(t.calls) == 3
