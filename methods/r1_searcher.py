@@ -425,6 +425,7 @@ def warm_up(cfg: Config, model, tokenizer, template: str, train_set: list[Exampl
         loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.warmup, cfg.warmup_lr, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 if __name__ == "__main__":
