@@ -43,12 +43,13 @@ from common.engine import HFEngine
 from common.maths import last_boxed, maths_equal, maths_self_test
 from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
-from common.rollout import Budget, Call, End, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.rollout import Budget, Call, End, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, open_sandbox
 from common.tiny.world import problems
 from common.tools import python_tool
 from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
+from common.warmup import program_by_rule
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ class Config:
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
     # supervised cold start
     cold_start: int = setting(6, "supervised steps before RL; 0: none", "paper §2.2", "steps")
-    cold_start_data: str = setting("", "file of {\"messages\"} rows as ReTool-SFT (default: traces built from the tiny world)", "paper §2.2")
+    cold_start_data: str = setting("", "file of {\"messages\"} rows as ReTool-SFT (default: traces built from the tiny world's expressions or GSM8K's solutions)", "paper §2.2")
     cold_start_traces: int = setting(48, "traces of the cold start", "code recipe run_qwen2-32b_sft.sh")
     cold_start_batch: int = setting(16, "traces per supervised step", "code recipe run_qwen2-32b_sft.sh")
     cold_start_lr: float = setting(4e-4, "peak learning rate of the cold start, then a cosine", "code recipe run_qwen2-32b_sft.sh")
@@ -198,21 +199,26 @@ def reward(trajectory: Trajectory, example: Example, cfg: Config) -> dict[str, f
 
 
 # ---- Cold start -------------------------------------------------------------------------------------------------------
-def demonstrations(cfg: Config, train_set: list[Example], tokenizer, template: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(prompt, segments by author) of the supervised traces: from a file of messages, or built from the tiny world."""
+def demonstrations(cfg: Config, train_set: list[Example], tokenizer, template: str, python: Tool) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(prompt, segments by author) of the supervised traces: from a file of messages, or built from the tiny world's expressions or GSM8K's solutions."""
     if cfg.cold_start_data:
         rows = [(messages[0]["content"], messages[1]["content"]) for messages in read_messages(cfg.cold_start_data, cfg.cold_start_traces)]
         return [(tokenizer.apply_chat_template([{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True),
                  split_trace(said.rstrip() + tokenizer.eos_token)) for user, said in rows]
-    if cfg.data != "tiny":
-        raise UserError(f"--cold-start {cfg.cold_start} needs --cold-start-data (a file of messages as ReTool-SFT); use --cold-start 0 without")
     out = []
-    for i in order(cfg.seed, 0, len(train_set), min(cfg.cold_start_traces, len(train_set))):
-        e = train_set[i]
-        said = "" if cfg.text_only else (f"I compute it.\n<code>\n```python\nprint({e.meta['expression']})\n```\n</code>"
-                                         + wrap_output(e.answers[0]))
+    for e in (train_set[i] for i in order(cfg.seed, 0, len(train_set), len(train_set))):
+        if len(out) == cfg.cold_start_traces:
+            break
+        program = program_by_rule(e)
+        printed = python.run([ToolCall("python", program, e)])[0] if program else None
+        if not isinstance(printed, str) or not maths_equal(pred=printed, gold=e.answers[0]):
+            continue
+        said = "" if cfg.text_only else f"I compute it.\n<code>\n```python\n{program}\n```\n</code>" + wrap_output(printed)
         said += f"Now I can answer.\n<answer>\n\\boxed{{{e.answers[0]}}}\n</answer>{tokenizer.eos_token}"
         out.append((render(e, tokenizer, template), split_trace(said)))
+    if not out:
+        raise UserError(f"--cold-start {cfg.cold_start}: {cfg.data} has no worked solutions; give --cold-start-data (a file of messages as ReTool-SFT), or "
+                        "--cold-start 0")
     return out
 
 
@@ -222,10 +228,10 @@ def split_trace(text: str) -> list[tuple[str, str]]:
     return [("tool" if i % 2 else "model", part) for i, part in enumerate(parts) if part or i % 2]
 
 
-def cold_start(cfg: Config, model, tokenizer, template: str, train_set: list[Example], run: Run) -> None:
+def cold_start(cfg: Config, model, tokenizer, template: str, train_set: list[Example], python: Tool, run: Run) -> None:
     """Supervised steps on traces with code (paper §2.2): the interpreter's words are context."""
     rows = [demonstration_row(prompt, segments, tokenizer, wrap_output, cfg.observation_tokens)
-            for prompt, segments in demonstrations(cfg, train_set, tokenizer, template)]
+            for prompt, segments in demonstrations(cfg, train_set, tokenizer, template, python)]
     rows = [r for r in rows if len(r[0]) <= cfg.prompt_tokens + cfg.trajectory_tokens]
     if not rows:
         raise UserError(f"--cold-start: every trace is longer than {cfg.prompt_tokens + cfg.trajectory_tokens} tokens; raise --trajectory-tokens")
@@ -280,7 +286,7 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.cold_start:
-            cold_start(cfg, model, tokenizer, template, train_set, run)
+            cold_start(cfg, model, tokenizer, template, train_set, tools["python"], run)
             run.log_eval(0, *answer_eval(), tokenizer)
 
     for step in range(first, cfg.steps):

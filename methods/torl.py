@@ -44,12 +44,13 @@ from common.engine import HFEngine
 from common.maths import last_boxed, maths_equal, maths_self_test
 from common.policy import load_model, lr_at, make_optimizer, save_policy
 from common.report import write_report
-from common.rollout import Budget, Call, End, Notice, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, open_sandbox
 from common.tiny.world import problems
 from common.tools import python_tool
 from common.update import Experience, joined, mini_batches, policy_step, score
+from common.warmup import program_by_rule, warm_up
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -102,13 +103,17 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code torl_1.5b.sh")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    # supervised warm-up (ours, no paper's): for models that never follow the protocol on their own
+    warmup: int = setting(0, "supervised steps on traces built by rule, before RL", "ours")
+    warmup_traces: int = setting(48, "traces for the warm-up", "ours")
+    warmup_lr: float = setting(1e-4, "learning rate of the warm-up", "ours")
 
 
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
         model="smollm2", data="", steps=30, prompts=4, samples=4, prompt_tokens=320, turn_tokens=128, observation_tokens=64, trajectory_tokens=320,
-        lr=2e-5, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
+        lr=2e-5, warmup=12, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 1.5B, as torl_1.5b.sh; the 7B settings are not published
         model="Qwen/Qwen2.5-Math-1.5B", device="cuda", data="GAIR/ToRL", steps=1000, prompts=128, samples=16, run_timeout=10.0, prompt_tokens=400,
         turn_tokens=3072, observation_tokens=256, trajectory_tokens=3072, lr=1e-6, warmup_steps=0, eval_every=4, save_every=20, micro_tokens=32768),
@@ -217,6 +222,9 @@ def train(cfg: Config) -> None:
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
+        if cfg.warmup:
+            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, template), lambda e: demonstration(e, tools["python"], tokenizer.eos_token), wrap_output, run)
+            run.log_eval(0, *answer_eval(), tokenizer)
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -262,6 +270,17 @@ def train(cfg: Config) -> None:
     save_policy(run.folder / "model", model, tokenizer)
     print(run.closing_line(write_report(run.folder)))
     sandbox.close()
+
+
+# ---- Supervised warm-up (ours) ----------------------------------------------------------------------------------------
+def demonstration(example: Example, python: Tool, end: str) -> list[tuple[str, str]] | None:
+    """A trace built by rule: a program, what it prints, the answer. (author, text) segments, or None where there is no program or it fails."""
+    program = program_by_rule(example)
+    printed = python.run([ToolCall("python", program, example)])[0] if program else None
+    if not isinstance(printed, str) or not maths_equal(pred=printed, gold=example.answers[0]):
+        return None
+    return [("model", f"I compute it.\n```python\n{program}\n```\n```output"), ("tool", printed),
+            ("model", f"The answer is \\boxed{{{example.answers[0]}}}.{end}")]
 
 
 if __name__ == "__main__":
