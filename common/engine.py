@@ -249,7 +249,7 @@ class HFEngine:
     """Continuous batching for any `AutoModelForCausalLM` with rotary positions and full attention. See the module's docstring.
 
     `max_slots`: rows of the cache, the largest decode batch. `max_length`: most tokens of one sequence. `eos_ids`: default from the model's
-    generation_config, else its config, else the tokenizer. `counters`: totals since construction."""
+    generation_config, else its config, else the tokenizer. `counters`: totals since the last sync, so of one step of a run."""
 
     def __init__(self, model, tokenizer, *, max_slots: int, max_length: int, eos_ids=None):
         if max_slots < 1 or max_length < 2:
@@ -268,7 +268,6 @@ class HFEngine:
         self._cache_name = cache_name(model)
         self.model = self.device = self.dtype = None
         self._broken = False                               # NaN may be in the cache
-        self.counters = dict(sampled_tokens=0, prefilled_tokens=0, shared_prefill_tokens=0, cached_tokens=0, decode_steps=0, evictions=0)
         self._next_rid = 0
         self._requests: dict[int, _Request] = {}           # everything not yet released
         self._waiting: list[_Request] = []
@@ -489,6 +488,7 @@ class HFEngine:
         (their requests can still be resumed, by a full prefill). Raises RuntimeError if engine and model then disagree on a probe."""
         if self.busy:
             raise RuntimeError("sync while requests are waiting or running: finish or release them first")
+        self.counters = dict(sampled_tokens=0, prefilled_tokens=0, shared_prefill_tokens=0, cached_tokens=0, decode_steps=0, evictions=0)
         if self.model is None:                             # built without memory, on the meta device
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="slots").eval()

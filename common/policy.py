@@ -306,7 +306,7 @@ def _rounded_at_random(x: Tensor, noise: torch.Generator) -> Tensor:
 def optimizer_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, lr: float | None = None) -> float:
     """Clip the gradients, step (at `lr`, if given), zero them. Returns the norm before clipping.
 
-    Raises RuntimeError, before any weight has changed, if the norm is not finite.
+    If the norm is not finite the step is skipped: weights, optimiser state and rate stay as they are, and stderr names the parameters.
     """
     params = {name: p for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm([p.grad for p in params.values()])
@@ -314,7 +314,10 @@ def optimizer_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
     if not bool(norm.isfinite()):
         whole = lambda grad: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         bad = [name for name, p in params.items() if not bool(whole(p.grad).isfinite().all())]
-        raise RuntimeError(f"gradient norm is {float(norm)}: no step was taken; not finite in {len(bad)} parameters: {', '.join(bad[:3])}")
+        if not ranks.rank():
+            print(f"gradient norm is {float(norm)}: this step is skipped; not finite in {len(bad)} parameters: {', '.join(bad[:3])}", file=sys.stderr, flush=True)
+        optimizer.zero_grad(set_to_none=True)
+        return float(norm)
     torch.nn.utils.clip_grads_with_norm_(params.values(), max_grad_norm, norm)
     if lr is not None:
         for group in optimizer.param_groups:
@@ -396,13 +399,17 @@ def load_model(
 
 
 def save_policy(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer so that `load_model(folder)`, transformers and vLLM can read them; whole or not at all."""
+    """Write model and tokenizer so that `load_model(folder)`, transformers and vLLM can read them; whole or not at all. UserError if the disk
+    does not take them."""
     state = ranks.whole_state(model) if ranks.world() > 1 else None
     if ranks.rank():
         return
-    with _new_folder(Path(folder)) as temporary:
-        model.save_pretrained(temporary, state_dict=state)
-        tokenizer.save_pretrained(temporary)
+    try:
+        with _new_folder(Path(folder)) as temporary:
+            model.save_pretrained(temporary, state_dict=state)
+            tokenizer.save_pretrained(temporary)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the model to {folder} ({getattr(error, 'strerror', None) or error}): free or mend the disk") from error
 
 
 @contextmanager

@@ -42,7 +42,7 @@ PLOTS = {
     "Responses": (("tokens per response", "response_tokens", "tool_tokens"), ("why responses ended", "stop_*"), "repetition", "skipped_prompts"),
     "Update": (
         *("entropy", "good_logprob", "kl", "clip_fraction", ("policy ratio", "policy_ratio_*")),
-        *(("trainer / sampler ratio", "sampler_ratio_*"), "grad_norm", "value_loss", "value_explained", "lr"),
+        *(("trainer / sampler ratio", "sampler_ratio_*"), "grad_norm", ("steps skipped: gradient not finite", "skipped_steps", "value_skipped_steps"), "value_loss", "value_explained", "lr"),
     ),
     "Time": ("tokens_per_s", "sampled_tokens", "cached_share", ("seconds per step", "*_s")),
 }

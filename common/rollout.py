@@ -115,7 +115,7 @@ class ToolPool:
                         raise RuntimeError(f"tool '{job.calls[0].name}' gave {len(job.results)} results for {len(job.calls)} arguments")
                 except ToolFailure as failure:
                     job.results = [failure] * len(job.calls)
-                except Exception as error:  # whatever else goes wrong is infrastructure: tried again, counted, and raised by finish()
+                except BaseException as error:  # whatever else goes wrong, sys.exit() too, is infrastructure: tried again, counted, and raised by finish()
                     job.error = error
                     with self.lock:
                         self.infrastructure_failures += len(job.calls)

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
@@ -79,13 +80,15 @@ METRICS = {
     "policy_ratio_*": "raw probability ratio of the policy to the one that was there before the first update on this batch",
     "good_logprob": "mean log-prob of the sampled tokens of trajectories with a reward above 0: falling is an early sign of collapse",
     "grad_norm": "norm of the policy gradient before clipping",
+    "skipped_steps": "optimiser steps of the policy that were left out because the gradient was NaN or infinite: they changed nothing",
+    "value_skipped_steps": "optimiser steps of the critic that were left out for the same reason (PPO)",
     "lr": "learning rate of the policy",
     "stage": "training stage, for methods with several",
     "value_loss": "loss of the critic (PPO)",
     "value_explained": "share of the returns' variance that the critic explains (PPO)",
     "loss": "loss of the supervised warm-up, in nats per token",
     "sampled_tokens": "tokens the engine sampled in this step",
-    "cached_share": "share of prompt and observation tokens that were not computed again, thanks to shared prompts and kept slots",
+    "cached_share": "share of this step's prompt and observation tokens that were not computed again, thanks to shared prompts and kept slots",
     "tokens_per_s": "sampled tokens per second of sampling",
     "sample_s": "seconds spent sampling, tools included",
     "tools_s": "seconds tools ran, summed over batches of calls (they overlap with sampling)",
@@ -147,19 +150,28 @@ def _module_name(module) -> str:
 
 
 def main(body: Callable[[], Any]) -> None:
-    """Run a command's body; a mistake the user can mend becomes one sentence and exit code 2."""
+    """Run a command's body. A mistake the user can mend becomes one sentence and exit code 2; whatever else fails keeps its traceback (exit
+    code 1). Either way the last words say where the run stands."""
     ranks.quiet()
     try:
         body()
     except UserError as error:
-        ranks.leave(2, f"error: {error}", error)
+        ranks.leave(2, f"error: {error}{_where_it_stands()}", error)
     except Interrupted as stop:
         ranks.leave(stop.code, f"\nstopped: {stop}")
+    except KeyboardInterrupt:
+        ranks.leave(130, f"\nstopped at once{_where_it_stands()}")
     except Exception as error:
-        if ranks.world() == 1:
-            raise
-        ranks.leave(1, traceback.format_exc(), error)
+        ranks.leave(1, f"{traceback.format_exc()}error: {type(error).__name__}, see above{_where_it_stands()}", error)
     ranks.stop()
+
+
+def _where_it_stands() -> str:
+    """"; <folder> is saved at step 3; ..." if this process has begun a run."""
+    if Run.current is None:
+        return ""
+    done = max(Run.current.checkpoints(), default=0)
+    return f"; {Run.current.folder} {f'is saved at step {done}' if done else 'has no checkpoint yet'}: the same command with --resume goes on"
 
 
 class Interrupted(Exception):
@@ -202,6 +214,7 @@ class Clock:
 # ---- the run folder ---------------------------------------------------------------------------------------------------
 class Run:
     """The folder of one run. Writes are atomic or append-only; a killed run loses at most the steps since its last checkpoint."""
+    current: "Run | None" = None  # the run of this process: signals and last words are about it
 
     def __init__(self, config, *, method: str, metric: str, total_steps: int, resume: bool, name: str = "", root: str = "runs"):
         self.config, self.method, self.metric, self.total = config, method, metric, total_steps
@@ -212,6 +225,7 @@ class Run:
         self.before: dict | None = None  # the evaluation at step 0
         self.asked: str | None = None  # the signal that this rank has got
         self.stopping: str | None = None  # the one on which all ranks have agreed
+        self.saved = -1  # step of the newest checkpoint of this process
         self.train_lines: list[dict] = []  # what metrics.jsonl says of training
         self.warned: set[str] = set()
         self.collapse = ""  # why --stop-on-collapse ends the run
@@ -234,10 +248,12 @@ class Run:
                 raise UserError(f"--resume: {self.folder} was started with other values of {', '.join('--' + c.replace('_', '-') for c in changed)}; "
                                 "give the same ones, or another --name")
         else:
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir(parents=True)
+            with disk(self.folder):
+                if self.folder.exists():
+                    shutil.rmtree(self.folder)
+                self.folder.mkdir(parents=True)
             write_atomic(self.folder / "config.json", json.dumps(settings, indent=1, allow_nan=False))
+        Run.current = self
 
     def _on_signal(self, number, frame) -> None:
         several = ranks.world() > 1
@@ -317,6 +333,25 @@ class Run:
                     ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist()))
         append(self.folder / "trajectories.jsonl", ranks.gather(rows))
         self.watch()
+        if more.get("skipped_steps") or more.get("value_skipped_steps"):
+            self._keep_skipped(step, trajectories, parts, x, more)
+
+    def _keep_skipped(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], x: Experience, more: dict) -> None:
+        """skipped/step-N.pt: the batch whose gradient was not finite, for `torch.load`. UserError if that has happened in
+        STOP_AFTER_SKIPPED steps in a row."""
+        tensors = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if getattr(x, f.name) is not None}
+        buffer = io.BytesIO()
+        torch.save({"step": step, "metrics": more, "prompts": [t.prompt for t in trajectories], "responses": [t.response for t in trajectories],
+                    "rewards": list(parts), **{k: v.detach().cpu().clone() for k, v in tensors.items()}}, buffer)
+        folder = self.folder / "skipped"
+        with disk(folder):
+            folder.mkdir(exist_ok=True)
+        write_atomic(folder / f"step-{step}.pt", buffer.getvalue())
+        rows = [r for r in map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines()) if r["kind"] == "train"][-STOP_AFTER_SKIPPED:]
+        print(f"{_clear()}step {step}: the gradient was not finite and changed nothing; its batch is in {folder / f'step-{step}.pt'}", file=sys.stderr, flush=True)
+        if len(rows) == STOP_AFTER_SKIPPED and all(r.get("skipped_steps") or r.get("value_skipped_steps") for r in rows):
+            raise UserError(f"the gradient was not finite in {STOP_AFTER_SKIPPED} steps in a row, up to step {step}; the batches are in {folder}: look "
+                            "at them, and try a lower --lr under another --name")
 
     def watch(self) -> None:
         """Say every new sign of collapse once. With --stop-on-collapse a collapse is like a signal: the method saves, then stops."""
@@ -347,24 +382,25 @@ class Run:
         if ranks.rank() == 0:
             self._write_checkpoint(step, states)
         ranks.broadcast(None)  # nobody goes on, or ends, before it is on the disk
+        self.saved = step
 
     def _write_checkpoint(self, step: int, states: dict) -> None:
         folder = self.folder / "checkpoint"
         part, target = folder / f".step-{step}.part", folder / f"step-{step}"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        for left in folder.glob(".step-*.part"):  # by a process that was killed while it saved
+            shutil.rmtree(left)
         buffer = io.BytesIO()
         torch.save({"step": step, "wall_s": self.wall_s, "before": self.before, **states}, buffer)
         try:
-            write_atomic(part / "state.pt", buffer.getvalue())
-            write_atomic(part / "checksum", hashlib.blake2b(buffer.getbuffer()).hexdigest())
-        except OSError as error:
+            with disk(target):
+                part.mkdir(parents=True)
+                write_atomic(part / "state.pt", buffer.getvalue())
+                write_atomic(part / "checksum", hashlib.blake2b(buffer.getbuffer()).hexdigest())
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(part, target)
+                fsync_folder(folder)
+        finally:
             shutil.rmtree(part, ignore_errors=True)
-            raise UserError(f"cannot write the checkpoint of step {step} to {folder} ({error.strerror}); the last good one stays; "
-                            "make room, then go on with --resume") from error
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(part, target)
-        fsync_folder(folder)
         for old in sorted(self.checkpoints(), reverse=True)[2:]:
             shutil.rmtree(folder / f"step-{old}")
 
@@ -397,21 +433,26 @@ class Run:
         step = state["step"] if state else -1
         if state:
             self.earlier_s = state["wall_s"]
+        # the last evaluation comes after the last checkpoint
+        again = lambda row: row["step"] == self.total and (row.get("kind") in ("eval", "transfer") or row.get("split") == "eval")
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             path = self.folder / name
             if path.exists():
-                kept = [line for line in path.read_text().splitlines() if _is_json(line) and json.loads(line)["step"] <= step]
+                kept = [line for line in path.read_text().splitlines() if _is_json(line) and (row := json.loads(line))["step"] <= step and not again(row)]
                 write_atomic(path, "".join(line + "\n" for line in kept))
                 self.train_lines += [row for row in map(json.loads, kept) if row.get("kind") == "train"]
         print(f"resuming {self.folder} after step {step}" if state else f"{self.folder} has no usable checkpoint; starting at step 0", flush=True)
         return state
 
     def stop_if_asked(self, step: int) -> None:
-        """Once `signal` has been read in this step."""
-        if self.collapse:
+        """Raise Interrupted after a signal or a collapse, if step `step` is saved (a signal may come just after the decision to save) or is 0:
+        before the first step there is nothing to save, and a run that goes on begins anew."""
+        if self.signal and not step:
+            raise Interrupted(f"{self.folder} was before its first step; the same command with --resume goes on")
+        if self.stopping and self.saved == step and self.collapse:
             raise Interrupted(f"{self.folder} has collapsed ({self.collapse}) and is saved at step {step}. See make report RUN={self.folder}; "
                               "the same command with --resume --no-stop-on-collapse goes on all the same", code=3)
-        if self.stopping:
+        if self.stopping and self.saved == step:
             raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
 
     # -- end
@@ -434,6 +475,7 @@ class Run:
 
 HEADLINES = ("em", "accuracy", "names", "format", "irrelevance", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity",
              "answered", "valid_call_rate", "step_label", "loss", "kept", "items", "n")
+STOP_AFTER_SKIPPED = 3  # steps in a row whose gradient was not finite
 RESUME_MAY_CHANGE = ("resume", "stop_on_collapse", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
 
 
@@ -569,25 +611,39 @@ def _clear() -> str:
     return "\r\x1b[K" if sys.stdout.isatty() else ""
 
 
+@contextmanager
+def disk(path: Path):
+    """A disk that is full, read-only or gone becomes one sentence about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error}): free or mend the disk; what was saved before has stayed") from error
+
+
 def append(path: Path, rows: Iterable[dict]) -> None:
+    """Add lines to a file of JSON lines. UserError if the disk does not take them; half a line is dropped by the next --resume."""
     if ranks.rank():  # the first rank writes
         return
-    with path.open("a", encoding="utf-8") as f:
+    with disk(path), path.open("a", encoding="utf-8") as f:
         for row in rows:
             f.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Temp file in the same folder, fsync, rename: the old content or the new, never half."""
+    """Temp file in the same folder, fsync, rename: the old content or the new, never half. UserError if the disk does not take it."""
     if ranks.rank():
         return
     part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as f:
-        f.write(content.encode() if isinstance(content, str) else content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
-    fsync_folder(path.parent)
+    with disk(path):
+        try:
+            with part.open("wb") as f:
+                f.write(content.encode() if isinstance(content, str) else content)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -81,6 +81,9 @@ PROTOCOLS = {
 }
 
 
+LONGEST_PAUSE_S = 10  # between two tries, on average
+
+
 class _Transient(Exception):
     """A failure worth another try."""
 
@@ -90,13 +93,13 @@ class RemoteRetriever:
 
     url: `http(s)://host:port`, with or without the protocol's endpoint.
     timeout_s: one try. deadline_s: one call of search() with all its tries. retries: further tries after a refused or broken connection, a
-    timeout, 408, 429 or 5xx, with pauses of backoff_s, doubled each time, times a random 0.5-1.5 (from seed). headers: further ones, such as a
-    key; their values are never shown.
+    timeout, 408, 429 or 5xx, with pauses of backoff_s, doubled each time up to LONGEST_PAUSE_S, times a random 0.5-1.5 (from seed); by default
+    the deadline comes first, so that a server may be restarted under a run. headers: further ones, such as a key; their values are never shown.
     break_after: after so many failed calls in a row further calls fail at once, except one trial call every cooldown_s.
     Every failure is a RetrieverDown. Threads may share one.
     """
 
-    def __init__(self, url: str, protocol: str = "search_r1", *, timeout_s: float = 30, deadline_s: float = 90, retries: int = 4,
+    def __init__(self, url: str, protocol: str = "search_r1", *, timeout_s: float = 30, deadline_s: float = 90, retries: int = 100,
                  backoff_s: float = 0.5, break_after: int = 3, cooldown_s: float = 30, max_answer_bytes: int = 64 << 20,
                  queries_per_request: int = 128, headers: dict[str, str] | None = None, seed: int = 0):
         if protocol not in PROTOCOLS:
@@ -112,13 +115,14 @@ class RemoteRetriever:
         self._failed_calls, self._next_trial = 0, 0.0
 
     def check(self, query: str = "Who was the first president of the United States?") -> int:
-        """Ask one question at start-up; returns the number of hits. A server that finds nothing at all is reported, not refused."""
-        found = len(self.search([query], 1)[0])
+        """Ask one question at start-up; returns the number of hits. A server that is not there fails after a few seconds: the address may
+        be wrong. One that finds nothing at all is reported, not refused."""
+        found = len(self.search([query], 1, retries=min(self.retries, 4))[0])
         if not found:
             say(f"the retriever {self.url} answers, but found nothing for the trial question {query!r}: is it the right corpus?")
         return found
 
-    def search(self, queries: list[str], k: int) -> list[list[Hit]]:
+    def search(self, queries: list[str], k: int, retries: int | None = None) -> list[list[Hit]]:
         """At most k hits per query, best first as the server ranks them. Empty queries are not sent and find nothing."""
         queries = clean_queries(queries, k)
         asked = [i for i, query in enumerate(queries) if query]
@@ -130,7 +134,7 @@ class RemoteRetriever:
             end = time.monotonic() + self.deadline_s
             for start in range(0, len(asked), self.queries_per_request):
                 part = asked[start:start + self.queries_per_request]
-                for i, hits in zip(part, self._ask([queries[i] for i in part], k, end), strict=True):
+                for i, hits in zip(part, self._ask([queries[i] for i in part], k, end, self.retries if retries is None else retries), strict=True):
                     results[i] = hits
         except RetrieverDown:
             self._breaker_after(failed=True)
@@ -152,16 +156,16 @@ class RemoteRetriever:
             self._failed_calls = self._failed_calls + 1 if failed else 0
             self._next_trial = time.monotonic() + self.cooldown_s
 
-    def _ask(self, queries: list[str], k: int, end: float) -> list[list[Hit]]:
+    def _ask(self, queries: list[str], k: int, end: float, retries: int) -> list[list[Hit]]:
         body = json.dumps(self.protocol.request(queries, k)).encode()
         start = time.monotonic()
-        for attempt in range(self.retries + 1):
+        for attempt in range(retries + 1):
             try:
                 return self._parse(self._post(body, end), len(queries), k)
             except _Transient as error:
                 reason, tries = str(error), attempt + 1
-            pause_s = self.backoff_s * 2 ** attempt * (0.5 + self._random.random())
-            if tries > self.retries or time.monotonic() + pause_s >= end:
+            pause_s = min(self.backoff_s * 2 ** attempt, LONGEST_PAUSE_S) * (0.5 + self._random.random())
+            if tries > retries or time.monotonic() + pause_s >= end:
                 break
             time.sleep(pause_s)
         raise RetrieverDown(f"the retriever {self.url} does not answer ({reason}; {tries} {'try' if tries == 1 else 'tries'} in "

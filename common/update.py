@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common import losses, ranks
+from common import UserError, losses, ranks
 from common.policy import Critic, optimizer_step, pack, token_logprobs
 from common.rollout import fit
 
@@ -99,6 +99,7 @@ def policy_step(model, optimizer, x: Experience, rows: Sequence[int], *, lr: flo
 
     The denominator is computed once for all rows, before the micro-batches, so the gradient does not depend on how they are cut.
     Rows whose advantages are all exactly zero add nothing to the gradient and are skipped, unless a KL or entropy term needs them.
+    A gradient that is not finite changes nothing but the metric skipped_steps; `Run.log_train` keeps the batch.
     """
     denominator = losses.denominator(x.trained_BT[list(rows)], aggregation, budget_tokens)
     needed = [b for b in rows if kl or entropy or bool((x.advantages_BT[b] != 0).any())]
@@ -130,10 +131,12 @@ def policy_step(model, optimizer, x: Experience, rows: Sequence[int], *, lr: flo
         sums["clip_fraction"] += n * losses.clip_fraction(logp, old, adv, mask, clip_low, clip_high)
         sums["policy_ratio_mean"] += n * ratio["mean"]
     if not ranks.all_sum(len(needed)):
-        return {"grad_norm": 0.0, "lr": lr}
+        return {"grad_norm": 0.0, "lr": lr, "skipped_steps": 0}
     tokens = ranks.all_sum(tokens)
     out = {k: ranks.all_sum(v) / tokens for k, v in sums.items() if k != "kl" or kl}
-    return {**out, "policy_ratio_min": ranks.all_min(low), "policy_ratio_max": ranks.all_max(high), "grad_norm": optimizer_step(model, optimizer, max_grad_norm, lr), "lr": lr}
+    norm = optimizer_step(model, optimizer, max_grad_norm, lr)
+    return {**out, "policy_ratio_min": ranks.all_min(low), "policy_ratio_max": ranks.all_max(high), "grad_norm": norm, "lr": lr,
+            "skipped_steps": int(not math.isfinite(norm))}
 
 
 def critic_step(critic: Critic, optimizer, x: Experience, rows: Sequence[int], values_BT: Tensor, returns_BT: Tensor, steps_BT: Tensor, *,
@@ -148,15 +151,16 @@ def critic_step(critic: Critic, optimizer, x: Experience, rows: Sequence[int], v
         loss = losses.value_loss(critic(ids), old, returns, mask, clip=value_clip, denominator=denominator)
         loss.backward()
         total += float(loss.detach())
-    optimizer_step(critic, optimizer, max_grad_norm, lr)
+    norm = optimizer_step(critic, optimizer, max_grad_norm, lr)
     picked, old = returns_BT[steps_BT], values_BT[steps_BT]
     (_, error), (_, variance) = ranks.mean_and_variance(picked - old), ranks.mean_and_variance(picked)
-    return {"value_loss": ranks.all_sum(total), "value_explained": float(1 - error / variance.clamp(min=1e-8))}
+    return {"value_loss": ranks.all_sum(total), "value_explained": float(1 - error / variance.clamp(min=1e-8)), "value_skipped_steps": int(not math.isfinite(norm))}
 
 
 def supervised_step(model, optimizer, rows: Sequence[tuple[list[int], list[int]]], *, lr: float, micro_tokens: int, max_grad_norm: float) -> float:
     """One step of plain language modelling on (ids, mask) rows, mean over their masked tokens; returns that loss in nats per token.
-    Several ranks are handed the same rows, and each takes its share."""
+    Several ranks are handed the same rows, and each takes its share. UserError if the
+    gradient is not finite: nothing random was sampled, so the next step would hardly be better."""
     tokens, total, rows = sum(sum(mask) for _, mask in rows), 0.0, [rows[b] for b in ranks.share(len(rows))]
     lengths_B = torch.tensor([len(ids) for ids, _ in rows])
     pad = lambda row, n: row + [0] * (n - len(row))
@@ -171,8 +175,10 @@ def supervised_step(model, optimizer, rows: Sequence[tuple[list[int], list[int]]
         loss = -torch.where(mask, token_logprobs(model, ids, mask, 1.0)[0], 0.0).sum() / tokens
         loss.backward()
         total += float(loss.detach())
-    optimizer_step(model, optimizer, max_grad_norm, lr)
-    return ranks.all_sum(total)
+    norm, total = optimizer_step(model, optimizer, max_grad_norm, lr), ranks.all_sum(total)
+    if not math.isfinite(norm):
+        raise UserError(f"the gradient of a supervised step is not finite (norm {norm}, loss {total:.3g}, learning rate {lr:.3g}): lower its learning rate")
+    return total
 
 
 def demonstration_row(prompt: str, segments: Sequence[tuple[str, str]], tokenizer, wrap, observation_tokens: int) -> tuple[list[int], list[int]]:
@@ -187,9 +193,10 @@ def demonstration_row(prompt: str, segments: Sequence[tuple[str, str]], tokenize
 
 
 def joined(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimiser steps as one: means, and the extremes of minima and maxima."""
+    """Metrics of several optimiser steps as one: means, the extremes of minima and maxima, and the number of skipped steps."""
     out = {}
     for key in dict.fromkeys(k for s in steps for k in s):
         found = [s[key] for s in steps if key in s]
-        out[key] = min(found) if key.endswith("_min") else max(found) if key.endswith("_max") else sum(found) / len(found)
+        out[key] = (min(found) if key.endswith("_min") else max(found) if key.endswith("_max") else sum(found) if key.endswith("skipped_steps") else
+                    sum(found) / len(found))
     return out

@@ -85,7 +85,7 @@ def cache_blocks(max_slots: int, max_length: int, block: int) -> int:
 class VLLMEngine:
     """vLLM behind the contract of HFEngine, with the same arguments. The weights keep the trainer's type.
 
-    `counters`: totals since construction; a resumed request's cache hits are `cached_tokens`, a new one's `shared_prefill_tokens`; both
+    `counters`: totals since the last sync; a resumed request's cache hits are `cached_tokens`, a new one's `shared_prefill_tokens`; both
     in whole blocks. Requests with equal seeds and ids draw equal tokens (up to rounding), but not those that HFEngine would draw."""
 
     def __init__(self, model, tokenizer, *, max_slots: int, max_length: int, eos_ids=None):
@@ -221,6 +221,7 @@ class VLLMEngine:
         and model then disagree on a probe."""
         if self.busy:
             raise RuntimeError("sync while requests are waiting or running: finish or release them first")
+        self.counters = dict(sampled_tokens=0, prefilled_tokens=0, shared_prefill_tokens=0, cached_tokens=0, decode_steps=0)
         if self._asleep:
             self.llm.wake_up(tags=["weights"])
         named = ((name, t.full_tensor() if hasattr(t, "full_tensor") else t) for name, t in model.state_dict().items())

@@ -494,6 +494,7 @@ def write_names(cfg: Config, model, tokenizer, train_set: list[Example], run: Ru
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         if (step + 1) % 10 == 0:
             run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 if __name__ == "__main__":

@@ -440,6 +440,7 @@ def learn_to_over_call(cfg: Config, model, tokenizer, template: str, run: Run) -
         loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.over_caller, cfg.over_caller_lr, 10, schedule="cosine"), micro_tokens=cfg.micro_tokens,
                                max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 if __name__ == "__main__":

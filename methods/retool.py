@@ -250,6 +250,7 @@ def cold_start(cfg: Config, model, tokenizer, template: str, train_set: list[Exa
         loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.cold_start, cfg.cold_start_lr, cfg.cold_start // 10, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 # ---- Train ------------------------------------------------------------------------------------------------------------

@@ -366,6 +366,7 @@ def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], pr
         loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.sft_steps, cfg.sft_lr, cfg.sft_steps // 10, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 # ---- Train ------------------------------------------------------------------------------------------------------------
