@@ -108,6 +108,9 @@ class Config:
     entropy: float = setting(0.0, "entropy bonus", "code torl_1.5b.sh")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
+    gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
+    optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
+    optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised warm-up (ours, no paper's): for models that never follow the protocol on their own
     warmup: int = setting(0, "supervised steps on traces built by rule, before RL", "ours")
     warmup_traces: int = setting(48, "traces for the warm-up", "ours")
