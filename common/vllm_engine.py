@@ -77,9 +77,9 @@ def import_vllm(device_type: str):
     return vllm
 
 
-def cache_blocks(max_slots: int, max_length: int, block: int) -> int:
-    """Blocks that `max_slots` sequences of `max_length` tokens fill, and the empty one that vLLM keeps."""
-    return max_slots * -(-max_length // block) + 1
+def cache_tokens(max_slots: int, max_length: int) -> int:
+    """Tokens in the blocks that `max_slots` sequences of `max_length` tokens fill, and in the empty one that vLLM keeps."""
+    return (max_slots * -(-max_length // BLOCK) + 1) * BLOCK
 
 
 class VLLMEngine:
@@ -107,11 +107,11 @@ class VLLMEngine:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * self.dtype.itemsize
-        cache_bytes = cache_blocks(max_slots, max_length, BLOCK) * BLOCK * token_bytes
+        cache_bytes = cache_tokens(max_slots, max_length) * token_bytes
         where = {"block_size": BLOCK, "enforce_eager": True}
         if cuda:                                           # the optimiser's state comes later: leave two thirds
             free, total = torch.cuda.mem_get_info(self.device)
-            cache_bytes = max(min(cache_bytes, free // 3), cache_blocks(1, max_length, BLOCK) * BLOCK * token_bytes)
+            cache_bytes = max(min(cache_bytes, free // 3), cache_tokens(1, max_length) * token_bytes)
             where = {"enable_sleep_mode": True, "gpu_memory_utilization": round(0.9 * free / total, 3)}
         if cuda and self.device.index and "RANK" not in os.environ:
             raise UserError(f"--engine vllm takes the first GPU it sees: use CUDA_VISIBLE_DEVICES={self.device.index} and --device cuda")
