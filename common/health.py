@@ -4,7 +4,7 @@ A sign is judged on means over WINDOW steps, against the run's own beginning or 
 Only the present training stage counts (metric `stage`): a stage may pay for something else. What is normal in a run that learns (entropy falls,
 groups become equal, replies get short) warns only while the reward has not risen. Each rule names the report or paper it stands on.
 
-`--stop-on-collapse` stops a run at a sign that alone is a collapse, or when two signs are bad at once.
+`--stop-on-collapse` stops a run at a sign that alone is a collapse, or at any two that are bad at once and were not from the beginning.
 """
 import math
 from collections.abc import Callable, Sequence
@@ -36,6 +36,7 @@ class Sign:
     last: float | None  # mean of the last WINDOW steps
     since: int | None = None
     until: int | None = None  # last bad step; None while it lasts
+    arose: bool = False  # not there from the beginning: the run was well before
 
     @property
     def warns(self) -> bool:
@@ -53,20 +54,20 @@ def check(rows: Sequence[dict]) -> list[Sign]:
     rows = rows[start:]
     signs = []
     for rule in RULES:
-        streak, since, until = 0, None, None
+        streak, begun, since, until = 0, 0, None, None
         for i, bad in enumerate(rule.bad(rows)):
             streak = streak + 1 if bad else 0
             if streak >= PATIENCE:
-                since, until = rows[i - streak + 1]["step"], rows[i]["step"]
+                begun, since, until = i - streak + 1, rows[i - streak + 1]["step"], rows[i]["step"]
         means = _means(_column(rows, rule.metric)) or [None]
-        signs.append(Sign(rule, next((m for m in means if m is not None), None), means[-1], since, None if streak >= PATIENCE else until))
+        signs.append(Sign(rule, next((m for m in means if m is not None), None), means[-1], since, None if streak >= PATIENCE else until, begun >= 2 * WINDOW))
     return signs
 
 
 def collapse(signs: Sequence[Sign]) -> str:
     """Why a run should stop, in one line; empty if it should not."""
-    bad = [sign for sign in signs if sign.warns]
-    hard = [sign for sign in bad if sign.rule.stops]
+    hard = [sign for sign in signs if sign.warns and sign.rule.stops]
+    bad = [sign for sign in signs if sign.warns and sign.arose]
     return "; ".join(f"{s.rule.warning} since step {s.since}" for s in hard or bad) if hard or len(bad) > 1 else ""
 
 
@@ -153,12 +154,12 @@ def _tools_failing(rows):
     return [a or b for a, b in zip(fewer, late)]
 
 
-def _ratio_off(rows, name, mean_off):
+def _ratio_off(rows, name, mean_off, least, most):
     def off(row):
         if f"{name}_mean" not in row:  # nothing was trained in this step
             return False
         mean, low, high = (row.get(f"{name}_{k}") for k in ("mean", "min", "max"))
-        return None in (mean, low, high) or abs(mean - 1) > mean_off or low < 0.01 or high > 100
+        return None in (mean, low, high) or abs(mean - 1) > mean_off or low < least or high > most
     odd = [off(row) for row in rows]
     return [sum(odd[max(0, i + 1 - WINDOW):i + 1]) > WINDOW / 2 for i in range(len(odd))]
 
@@ -194,13 +195,13 @@ RULES = (
          "ToRL issue #27 (61.7 % of its executions failed unseen), verl-tool issue #136", _tools_failing),
     Rule("sampler ratio", "sampler_ratio_mean", "sampler and trainer disagree",
          "The engine samples from another distribution than the one that is trained: stale weights, temperature or top-p on one side, tokens that were re-tokenised, or a shifted mask.",
-         "It is 1 but for rounding when all is well; look for the first step where it is not.",
+         "In float32 all three ratios are 1 but for rounding; in bfloat16 single tokens stray, the mean does not. Look for the first step where they are off.",
          "trl issues #4159 (temperature), #5312 (stale weights), #6789 (top-p), verl issue #3720 (re-tokenised)",
-         lambda rows: _ratio_off(rows, "sampler_ratio", 0.05)),
+         lambda rows: _ratio_off(rows, "sampler_ratio", 0.01, 0.25, 4)),
     Rule("policy ratio", "policy_ratio_mean", "single updates move the policy too far",
          "Between the first and the last update on a batch some probabilities changed a hundredfold; a clip bounds that only on one side.",
          "Try a smaller --lr, fewer --updates, or a dual clip.",
-         "trl issue #5231, dual-clip PPO (arXiv 1912.09729)", lambda rows: _ratio_off(rows, "policy_ratio", 0.5)),
+         "trl issue #5231, dual-clip PPO (arXiv 1912.09729)", lambda rows: _ratio_off(rows, "policy_ratio", 0.5, 0.01, 100)),
     Rule("right answers", "good_logprob", "right trajectories have become much less likely",
          "Lazy likelihood displacement: wrong samples that resemble right ones push both down. It comes before the reward falls.",
          "Try a smaller --lr, a KL term, or fewer updates on wrong samples; keep a checkpoint now.",

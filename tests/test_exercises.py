@@ -79,7 +79,7 @@ def test_the_proof_tells_caught_from_not_caught(small, capsys):
     before = contents(small)
     assert m.prove([bug(1, "2 * x", "3 * x", "test_double", "test_each")], small)
     assert "caught by test_double, test_each" in capsys.readouterr().out
-    assert not m.prove([bug(1, "2 * x", "3 * x", "test_double"), bug(2, "return 1", "return 2", "test_double")], small)
+    assert not m.prove([bug(1, "2 * x", "3 * x", "test_double"), bug(2, "return 1", "return 7", "test_double")], small)
     out = capsys.readouterr().out.splitlines()
     assert "caught" in out[1] and out[2].endswith("test_double passed  <- WRONG")
     assert contents(small) == before  # all of it happened in copies
@@ -102,7 +102,7 @@ def test_a_text_that_has_moved_is_named(small):
 
 
 def test_a_learner_plants_one_without_being_told_which(small, capsys):
-    one, two = bug(1, "2 * x", "3 * x", "test_double"), bug(2, "return 1", "return 2", "test_double")
+    one, two = bug(1, "2 * x", "3 * x", "test_double"), bug(2, "return 1", "return 7", "test_double")
     both, clean = [one, two], contents(small)
     m.command(["apply"], both, small)
     said = capsys.readouterr().out

@@ -106,6 +106,8 @@ def test_a_real_collapse_is_seen():
     ("tools", dict(call_ok=0.3, call_error=0.7)),
     ("tools", dict(call_timeout=0.25, call_ok=0.75)),
     ("sampler ratio", dict(sampler_ratio_mean=0.9)),
+    ("sampler ratio", dict(sampler_ratio_mean=0.97, sampler_ratio_min=0.8)),  # as measured with top-p 0.8
+    ("sampler ratio", dict(sampler_ratio_mean=0.992, sampler_ratio_max=9.2)),  # as measured with a forgotten temperature of 0.6
     ("sampler ratio", dict(sampler_ratio_min=3e-7)),
     ("sampler ratio", dict(sampler_ratio_mean=None, sampler_ratio_min=None, sampler_ratio_max=None)),
     ("policy ratio", dict(policy_ratio_max=500.0)),
@@ -151,6 +153,7 @@ def test_the_stop_rule_wants_one_hard_sign_or_two():
     assert health.collapse(health.check(learning())) == ""
     assert bad(changed(learning(), 40, **one)) and health.collapse(health.check(changed(learning(), 40, **one))) == ""
     assert "entropy" in (why := health.collapse(health.check(changed(learning(), 40, **two)))) and "sampler and trainer" in why
+    assert health.collapse(health.check(changed(learning(), 1, sampler_ratio_mean=0.8, policy_ratio_max=900.0))) == ""  # ill from the beginning: no collapse
     assert health.collapse(health.check(changed(learning(), 40, **one, reward=0.0))).startswith("the reward has been lost since step ")
 
 
