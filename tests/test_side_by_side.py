@@ -151,6 +151,8 @@ def test_a_wrong_name_is_answered_with_the_nearest():
         s.command(["torl", "torl"])
     with pytest.raises(UserError, match="give two methods"):
         s.command(["torl"])
+    with pytest.raises(UserError, match="give two methods"):  # make diff A=torl
+        s.command(["torl", ""])
 
 
 SAME = [("Train", "1."), ("Train", "5."), ("Train", "end")]
