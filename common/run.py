@@ -480,8 +480,9 @@ RESUME_MAY_CHANGE = ("resume", "stop_on_collapse", "steps", "save_every", "eval_
 
 
 def outline(t: Trajectory) -> Trajectory:
-    """What the metrics read of a trajectory: of its tokens only how many there are and who wrote them."""
-    return dataclasses.replace(t, prompt="", prompt_ids=[], ids=t.mask, logprobs=[], segments=[], calls=[dataclasses.replace(c, trajectory=None) for c in t.calls])
+    """What the metrics read of a trajectory: its tokens and who wrote them, no text."""
+    return dataclasses.replace(t, prompt="", prompt_ids=[], logprobs=[], segments=[dataclasses.replace(s, text="") for s in t.segments],
+                               calls=[dataclasses.replace(c, trajectory=None) for c in t.calls])
 
 
 def trajectory_row(t: Trajectory, *, step: int, split: str, parts: dict[str, float], tokenizer, advantage: float | list | None = None,

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import UserError
-from common.run import main, write_atomic
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path(__file__).parent / "exercises"
@@ -87,7 +86,7 @@ def _replace(exercise: Exercise, root: Path, triples: Sequence[tuple[str, str, s
                             f"tests/exercises/{exercise.number:02d}.toml up to date with:\n{before}")
         texts[file] = texts[file].replace(before, after)
     for file, text in texts.items():
-        write_atomic(root / file, text)
+        (root / file).write_text(text, encoding="utf-8")
 
 
 def _text(path: Path) -> str:
@@ -134,7 +133,7 @@ def _try(exercise: Exercise | None, tests: Sequence[str], root: Path) -> tuple[f
         for test in tests:
             name = test.replace(".py::", "::").replace("/", ".")
             mine = [tags for case, tags in found if case == name or case.startswith(name + "[")]
-            verdicts[test] = ("did not run: " + (done.stdout + done.stderr).strip()[-300:] if not mine else "failed" if any("failure" in tags for tags in mine) else
+            verdicts[test] = ("did not run: " + " ".join((done.stdout + done.stderr).split())[-300:] if not mine else "failed" if any("failure" in tags for tags in mine) else
                               "passed" if not any(mine) else "raised an error outside the test, or was skipped")
         return time.monotonic() - started, verdicts
 
@@ -172,4 +171,8 @@ def command(words: Sequence[str], exercises: Sequence[Exercise], root: Path = RO
 
 
 if __name__ == "__main__":
-    main(lambda: command(sys.argv[1:], read()))
+    try:
+        command(sys.argv[1:], read())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

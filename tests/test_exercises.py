@@ -75,21 +75,21 @@ def bug(number, old, new, *tests):
     return m.Exercise(number, "make it", "s", "h", f"bug {number}", "x", ("a/b#1",), tuple(f"tests/test_code.py::{t}" for t in tests), (m.Edit("sums.py", old, new),))
 
 
-def test_the_proof_tells_caught_from_not_caught(small, capsys):
+def test_the_proof_is_good_where_every_bug_is_caught(small, capsys):
     before = contents(small)
     assert m.prove([bug(1, "2 * x", "3 * x", "test_double", "test_each")], small)
-    assert "caught by test_double, test_each" in capsys.readouterr().out
-    assert not m.prove([bug(1, "2 * x", "3 * x", "test_double"), bug(2, "return 1", "return 7", "test_double")], small)
-    out = capsys.readouterr().out.splitlines()
-    assert "caught" in out[1] and out[2].endswith("test_double passed  <- WRONG")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("pass") and second.endswith("caught by test_double, test_each")
     assert contents(small) == before  # all of it happened in copies
 
 
-def test_a_test_that_fails_anyway_or_never_runs_proves_nothing(small, capsys):
-    assert not m.prove([bug(1, "2 * x", "3 * x", "test_broken")], small)
-    assert "test_broken failed  <- WRONG" in capsys.readouterr().out.splitlines()[0]
-    assert not m.prove([bug(1, "2 * x", "2 * * x", "test_double")], small)  # not Python any more: nothing is collected
-    assert "did not run" in capsys.readouterr().out.splitlines()[1]
+def test_the_proof_fails_where_one_is_not_caught_or_a_test_proves_nothing(small, capsys):
+    assert not m.prove([bug(1, "2 * x", "3 * x", "test_double"), bug(2, "return 1", "return 7", "test_double"), bug(3, "2 * x", "2 * * x", "test_each"),
+                        bug(4, "2 * x", "4 * x", "test_broken")], small)
+    clean, caught, missed, never_ran, fails_anyway = capsys.readouterr().out.splitlines()
+    assert clean.endswith("test_broken failed  <- WRONG")  # it fails without any bug
+    assert caught.endswith("caught by test_double") and missed.endswith("test_double passed  <- WRONG")
+    assert "test_each did not run: " in never_ran and never_ran.endswith("<- WRONG")
 
 
 def test_a_text_that_has_moved_is_named(small):
