@@ -337,16 +337,19 @@ class Run:
             self._keep_skipped(step, trajectories, parts, x, more)
 
     def _keep_skipped(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], x: Experience, more: dict) -> None:
-        """skipped/step-N.pt: the batch whose gradient was not finite, for `torch.load`. UserError if that has happened in
-        STOP_AFTER_SKIPPED steps in a row."""
+        """skipped/step-N.pt: the batch whose gradient was not finite, for `torch.load`; of several ranks, a file each. UserError if that has
+        happened in STOP_AFTER_SKIPPED steps in a row."""
         tensors = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if getattr(x, f.name) is not None}
         buffer = io.BytesIO()
         torch.save({"step": step, "metrics": more, "prompts": [t.prompt for t in trajectories], "responses": [t.response for t in trajectories],
                     "rewards": list(parts), **{k: v.detach().cpu().clone() for k, v in tensors.items()}}, buffer)
-        folder = self.folder / "skipped"
+        folder, batches = self.folder / "skipped", ranks.gather([buffer.getvalue()])
+        if ranks.rank():
+            return
         with disk(folder):
             folder.mkdir(exist_ok=True)
-        write_atomic(folder / f"step-{step}.pt", buffer.getvalue())
+        for r, batch in enumerate(batches):
+            write_atomic(folder / (f"step-{step}-rank{r}.pt" if r else f"step-{step}.pt"), batch)
         rows = [r for r in map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines()) if r["kind"] == "train"][-STOP_AFTER_SKIPPED:]
         print(f"{_clear()}step {step}: the gradient was not finite and changed nothing; its batch is in {folder / f'step-{step}.pt'}", file=sys.stderr, flush=True)
         if len(rows) == STOP_AFTER_SKIPPED and all(r.get("skipped_steps") or r.get("value_skipped_steps") for r in rows):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from common import UserError, losses, ranks
-from common.policy import Critic, load_model, make_optimizer, save_policy, shard
+from common.policy import Critic, load_model, make_optimizer, recompute_layers, save_policy, shard
 from common.rollout import Budget, End, ToolPool, rollout
 from common.run import main, set_up_torch
 from common.update import Experience, critic_step, joined, mini_batches, policy_step, score, supervised_step, values
@@ -42,10 +42,12 @@ def watched(module, lr: float, seen: dict, name: str) -> torch.optim.Optimizer:
     return optimizer
 
 
-def train(algorithm: str, aggregation: str, updates: int = 1, **extra) -> dict:
+def train(algorithm: str, aggregation: str, updates: int = 1, recompute: bool = False, **extra) -> dict:
     """Two steps of an algorithm: every gradient, the metrics of each step and the weights at the end, of all ranks together."""
     b, seen, out = batch(), {}, {}
     model, reference = tiny_random_model(), tiny_random_model(seed=1)
+    if recompute:
+        recompute_layers(model)
     critic = Critic(model) if algorithm == "ppo" else None
     shard(model, reference, critic)
     optimizer = watched(model, 1e-3, seen, "policy")
@@ -97,17 +99,17 @@ def sampled() -> dict:
     return {"trajectories": [(t.example.id, t.group, t.sample, t.model_text) for t in ranks.gather(trajectories)]}
 
 
-def states(out: Path) -> dict:
+def states(out: Path, bf16: bool) -> dict:
     """A model and its optimiser through a checkpoint's state, and as a saved model."""
     model = tiny_random_model(seed=2)
     shard(model)
-    optimizer = make_optimizer(model.parameters(), 1e-3)
+    optimizer = make_optimizer(model.parameters(), 1e-3, bf16=bf16, offload=bf16)
     supervised_step(model, optimizer, [([1, 2, 3, 4], [0, 1, 1, 1])] * 2, lr=1e-3, micro_tokens=20, max_grad_norm=1.0)
     first = ranks.whole_state(model), ranks.whole_state(optimizer)
     save_policy(out / "model", model, byte_tokenizer())
     other = tiny_random_model(seed=3)
     shard(other)
-    other_optimizer = make_optimizer(other.parameters(), 1e-3)
+    other_optimizer = make_optimizer(other.parameters(), 1e-3, bf16=bf16, offload=bf16)
     ranks.load_whole_state(other, first[0] if ranks.rank() == 0 else None)
     ranks.load_whole_state(other_optimizer, first[1] if ranks.rank() == 0 else None)
     second = ranks.whole_state(other), ranks.whole_state(other_optimizer)
@@ -117,12 +119,13 @@ def states(out: Path) -> dict:
     assert all(torch.equal(first[0][k], second[0][k]) and torch.equal(first[0][k], saved[k]) for k in first[0]) and set(saved) == set(first[0])
     assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(second[1]["state"][i][k])) for i, entry in first[1]["state"].items() for k, v in entry.items())
     assert first[1]["state"][0]["exp_avg"].abs().sum() > 0 and first[1]["param_groups"] == second[1]["param_groups"]
-    return {"names": sorted(first[0]), "shapes": [tuple(e["exp_avg"].shape) for e in first[1]["state"].values()]}
+    return {"names": sorted(first[0]), "means": [(tuple(e["exp_avg"].shape), e["exp_avg"].dtype) for e in first[1]["state"].values()]}
 
 
 CASES = {f"{algorithm} {aggregation} {extra}": (algorithm, aggregation, extra) for algorithm, aggregation, extra in [
     *(("grpo", aggregation, {}) for aggregation in ("token", "sequence", "constant")),
     ("grpo", "token", {"kl": 0.1, "entropy": 0.05, "importance_cap": 1.5}), ("grpo", "token", {"updates": 3}),
+    ("ppo", "token", {"recompute": True}),
     *(("ppo", aggregation, {"updates": 2}) for aggregation in ("token", "sequence", "constant")),
     *(("reinforce++", aggregation, {"updates": 2}) for aggregation in ("token", "sequence", "constant"))]}
 
@@ -130,7 +133,7 @@ CASES = {f"{algorithm} {aggregation} {extra}": (algorithm, aggregation, extra) f
 def everything(out: Path) -> dict:
     numbers = torch.tensor([[1.0, 2.0, 4.0], [8.0]][ranks.rank()]) if ranks.world() > 1 else torch.tensor([1.0, 2.0, 4.0, 8.0])
     return {"cases": {name: train(algorithm, aggregation, **extra) for name, (algorithm, aggregation, extra) in CASES.items()},
-            "supervised": supervised(), "sampled": sampled(), "states": states(out),
+            "supervised": supervised(), "sampled": sampled(), "states": states(out, bf16=False), "bf16": states(out, bf16=True),
             "numbers": [ranks.mean(numbers), *map(float, ranks.mean_and_variance(numbers)), *ranks.spread(numbers).values()],
             "nothing": [ranks.spread(numbers[:0]), str(ranks.mean(numbers[:0]))]}
 

@@ -86,7 +86,8 @@ def test_means_and_variances_are_those_of_all_ranks(both):
 
 
 def test_states_are_whole_whatever_the_number_of_ranks(both):
-    assert both[0]["states"] == both[1]["states"] and len(both[0]["states"]["shapes"]) == 26
+    for kind, dtype in (("states", torch.float32), ("bf16", torch.bfloat16)):
+        assert both[0][kind] == both[1][kind] and [t for _, t in both[0][kind]["means"]] == [dtype] * 26
 
 
 def test_shares_cover_everything_once_and_are_even(monkeypatch):
