@@ -72,7 +72,7 @@ def train(algorithm: str, aggregation: str, updates: int = 1, recompute: bool = 
                                     temperature=TEMPERATURE, micro_tokens=30, max_grad_norm=1.0, **extra))
             if critic:
                 done[-1] |= critic_step(critic, critic_optimizer, x, rows, values_BT, returns, steps, lr=1e-3, value_clip=0.5, micro_tokens=30, max_grad_norm=1.0)
-        out |= {f"{k} {step}": torch.tensor(v) for k, v in joined(done).items()}
+        out |= {f"{k} {step}": torch.tensor(float(v)) for k, v in joined(done).items()}
     out |= seen
     state = ranks.whole_state(model)
     if ranks.rank() == 0:
