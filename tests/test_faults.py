@@ -183,7 +183,7 @@ def test_a_signal_between_the_decision_to_save_and_the_stop_is_not_called_saved(
     run = Run(CONFIG, method="search_r1", metric="em", total_steps=3, resume=False)
     layer = torch.nn.Linear(2, 2)
     run.save(1, {"model": layer})
-    run.signal = "SIGTERM"
+    run.asked = "SIGTERM"
     run.stop_if_asked(2)  # step 2 is not on the disk: the run goes on to the next step, which is
     run.save(3, {"model": layer})
     with pytest.raises(Interrupted, match="is saved at step 3"):
