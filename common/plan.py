@@ -2,7 +2,7 @@
 
 No weight is loaded, no data set is read and no network is used. Every number is the most the settings allow, every trajectory at its full
 length. The formulas describe this project's own code in float32 (policy.py, update.py, HFEngine) and are held against measured peaks in
-tests/test_plan.py. Not in them: the interpreter, the CUDA context, what the allocator loses, FSDP's buffers, a local reader or judge.
+tests/test_plan.py, on a CPU. Not in them: the interpreter, the CUDA context, what the allocator loses, FSDP's buffers, a local reader or judge.
 """
 import sys
 from dataclasses import dataclass
@@ -115,23 +115,38 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
     rows = min(max(1, cfg.micro_tokens // row), -(-trajectories // getattr(cfg, "updates", 1)))
     tokens = max(row, min(cfg.micro_tokens, rows * row))
     kept = tokens * (3 * size.hidden + size.layers * (size.hidden if cfg.gradient_checkpointing else size.kept))
-    same = -(-rows // group)  # different prompts, if a micro-batch holds whole groups
+    few = 2 * share(prompts) <= rows  # so few prompts that every micro-batch shares some; else one may, if its rows are of whole groups
+    same = share(prompts) if few else -(-rows // group)
     if 2 * same <= rows and not cfg.gradient_checkpointing:  # computed once; but keys and values once for every head, and masks in every layer
         computed, response = same * cfg.prompt_tokens + rows * response_tokens, rows * response_tokens
         a_layer = computed * (size.kept - 2 * size.keys) + 2 * rows * row * size.queries + response * row
-        kept = max(kept, computed * 3 * size.hidden + size.layers * a_layer)
+        shared = computed * 3 * size.hidden + size.layers * a_layer
+        kept = shared if few else max(kept, shared)
     learned = -(-tokens * response_tokens // row)
     at_head = 12 * min(chunk_rows(size.vocabulary, size.hidden), learned) * size.vocabulary + 4 * head + 2 * item * learned * size.hidden
     in_layer = item * tokens * (2 * size.intermediate + 2 * size.hidden + (size.kept if cfg.gradient_checkpointing else 0))
     update = {"gradients": item * share(size.parameters), "activations": item * kept + max(0, in_layer - at_head), "logits": at_head}
-    if sum(update.values()) < sampling:
-        update = {"gradients": 0, "activations": 0, "logits": sampling}
-
+    means = 2 * (2 if cfg.optimizer_bf16 else item) * share(size.parameters + critic * body)
     out = {"weights": item * share(size.parameters), "critic": item * share(critic * body), "reference": item * share(reference * size.parameters),
-           "optimiser": 0 if cfg.optimizer_offload else 2 * (2 if cfg.optimizer_bf16 else item) * share(size.parameters + critic * body),
-           "engine's weights": item * size.parameters * (gpus > 1), "KV cache": item * slots * capacity * size.layers * 2 * size.keys,
-           "rollout batch": 40 * trajectories * row, **update}
+           "optimiser": 0 if cfg.optimizer_offload and cfg.device != "cpu" else means, "engine's weights": item * size.parameters * (gpus > 1),
+           "KV cache": item * slots * capacity * size.layers * 2 * size.keys, "rollout batch": 40 * trajectories * row}
+
+    # Of the three moments the one that needs most: a checkpoint is put together in the CPU's memory.
+    saving = out["weights"] + out["critic"] + means if cfg.device == "cpu" else 0
+    most = max(sum(update.values()), sampling, saving)
+    if most == saving:
+        update = {"gradients": 0, "activations": 0, "logits": 0, "checkpoint": saving}
+    elif most == sampling:
+        update = {"gradients": 0, "activations": 0, "logits": sampling}
+    out |= update
     return {**out, "all": sum(out.values())}
+
+
+def with_vllm(parts: dict[str, int], whole: int) -> int:
+    """The least an engine needs that sleeps during the update and keeps a short cache: the larger of the update without an engine, and its
+    weights, whole, beside what the trainer keeps while it samples."""
+    trainer = sum(parts[k] for k in ("weights", "critic", "reference", "optimiser", "rollout batch"))
+    return trainer + max(whole, parts["gradients"] + parts["activations"] + parts["logits"])
 
 
 def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False, critic: bool = False, prompts: int = 0, more: str = "") -> None:
@@ -151,8 +166,8 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
         if any(c[part] for c in columns):
             print(f"{part:22}" + "".join(number(c[part]) for c in columns))
     fits = lambda need: next((f"from {n} GPU{'s' * (n > 1)} on" for n, c in zip(GPUS, columns) if need(c) <= 80e9), "on none of these")
-    print(f"fits 80 GB a GPU {fits(lambda c: c['all'])}; without the cache, which an engine with a queue can keep smaller, "
-          f"{fits(lambda c: c['all'] - c['KV cache'])}\n")
+    print(f"fits 80 GB a GPU {fits(lambda c: c['all'])}; with vLLM, which sleeps during the update and cuts its cache to what is left, "
+          f"{fits(lambda c: with_vllm(c, columns[0]['weights']))}\n")
 
     sampled, calls = min(response_tokens, turns * cfg.turn_tokens), turns - 1
     passes = 1 + (getattr(cfg, "updates", 1) > 1) + reference
@@ -168,9 +183,8 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
     stored = weights + columns[0]["critic"] + means
     logged = TRAJECTORY_BYTES * row * (cfg.steps * cfg.keep_trajectories + 20 * evaluations)
     print(f"on disk, at most: {_bytes(3 * stored)} of checkpoints (two are kept while a third is written), {_bytes(weights)} of weights at the end, "
-          f"{_bytes(logged)} of trajectories")
-    if cfg.optimizer_offload:
-        print(f"running means in the CPU's memory: {_bytes(means)}")
+          f"{_bytes(logged)} of trajectories;\n  in the CPU's memory: {_bytes(stored)} while a checkpoint is written"
+          + f", {_bytes(means)} of the optimiser's running means" * cfg.optimizer_offload)
 
 
 def _count(n: int) -> str:
