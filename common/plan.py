@@ -112,7 +112,8 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
 
     # Update: what one micro-batch keeps of every layer; then, in the backward pass, first the head (three copies of a chunk of logits, and
     # a gradient as large as the head), after it the layers.
-    rows = min(max(1, cfg.micro_tokens // row), -(-trajectories // getattr(cfg, "updates", 1)))
+    in_a_step = -(-trajectories // getattr(cfg, "updates", 1))
+    rows = min(max(1, cfg.micro_tokens // row), in_a_step)
     tokens = max(row, min(cfg.micro_tokens, rows * row))
     kept = tokens * (3 * size.hidden + size.layers * (size.hidden if cfg.gradient_checkpointing else size.kept))
     few = 2 * share(prompts) <= rows  # so few prompts that every micro-batch shares some; else one may, if its rows are of whole groups
@@ -126,6 +127,8 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
     at_head = 12 * min(chunk_rows(size.vocabulary, size.hidden), learned) * size.vocabulary + 4 * head + 2 * item * learned * size.hidden
     in_layer = item * tokens * (2 * size.intermediate + 2 * size.hidden + (size.kept if cfg.gradient_checkpointing else 0))
     update = {"gradients": item * share(size.parameters), "activations": item * kept + max(0, in_layer - at_head), "logits": at_head}
+    if rows == in_a_step:  # no second micro-batch finds gradients of the first: they come as activations go
+        update["gradients"] = max(0, update["gradients"] - update["activations"])
     means = 2 * (2 if cfg.optimizer_bf16 else item) * share(size.parameters + critic * body)
     out = {"weights": item * share(size.parameters), "critic": item * share(critic * body), "reference": item * share(reference * size.parameters),
            "optimiser": 0 if cfg.optimizer_offload and cfg.device != "cpu" else means, "engine's weights": item * size.parameters * (gpus > 1),
@@ -156,7 +159,8 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
     group = 1 if critic else cfg.samples
     prompts = (prompts or cfg.prompts) * cfg.samples // group
     trajectories, row = prompts * group, cfg.prompt_tokens + response_tokens
-    columns = [memory(size, cfg, response_tokens=response_tokens, prompts=prompts, group=group, reference=reference, critic=critic, gpus=n) for n in GPUS]
+    columns = [memory(size, cfg, response_tokens=response_tokens, prompts=prompts, group=group, reference=reference, critic=critic, gpus=n)
+               for n in GPUS]
     unit, name = (1e9, "GB") if columns[0]["all"] >= 1e10 else (1e6, "MB")
     number = lambda n: f"{n / unit:10,.1f}"
     print(f"{sys.modules[type(cfg).__module__].__doc__.partition(':')[0]}, preset {cfg.preset}: {cfg.model}, {_count(size.parameters)} weights in "

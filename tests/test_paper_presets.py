@@ -199,7 +199,10 @@ def test_one_step_of_the_preset(name, preset, servers, tmp_path, monkeypatch):
         flags += ["--stage1-steps=1", "--stage1-prompts=2", "--steps=2"]
     _, cfg = config(name, preset, *flags)
     assert cfg.gradient_checkpointing
+    loaded, load = [], method.load_model
+    monkeypatch.setattr(method, "load_model", lambda *how: loaded.append(how) or load(*how))
     method.train(cfg)
+    assert [len(how) for how in loaded] == [4, 3][:1 + bool(getattr(cfg, "kl", 0))]  # a reference only where a KL term needs it
     rows = [json.loads(line) for line in Path(f"runs/{name}/small/metrics.jsonl").read_text().splitlines()]
     steps = [r for r in rows if r["kind"] == "train"]
     assert [r["step"] for r in steps] == list(range(1, cfg.steps + 1)) and rows[-1]["kind"] == "eval"
