@@ -43,6 +43,7 @@ def main(name: str, flags: list[str]) -> None:
     planned = plan.memory(plan.Size.of(plan.model_shape(cfg.model)), seen, response_tokens=asked["response_tokens"],
                           prompts=cfg.prompts * cfg.samples // group, group=group, reference=asked.get("reference", False), critic=critic)
     method.STOP, method.HFEngine = (), partial(HFEngine, eos_ids=())
+    method.make_engine = lambda name, *what, **how: HFEngine(*what, eos_ids=(), **how)  # where methods choose their engine by name
     os.chdir(tempfile.mkdtemp())
     method.train(dataclasses.replace(cfg, **{k: v for k, v in SMALL.items() if hasattr(cfg, k)}))
     gc.collect()
