@@ -11,7 +11,7 @@
 How it works. The cache has `max_slots` rows. Running requests sit in rows 0..n-1, so that a decode step reads one contiguous view; finished
 requests that wait for a tool are moved behind them and cost nothing. Equal prompts (the samples of a group) are prefilled once: their keys,
 values and last logits are copied. The engine runs a second module over the trainer's own weight storage, with its own attention function,
-and leaves the trainer's module alone. Sampling uses temperature only, and nothing from `generation_config` but the EOS ids. A request's
+and leaves the trainer's module alone. `common/vllm_engine.py` has a second engine with the same contract. Sampling uses temperature only, and nothing from `generation_config` but the EOS ids. A request's
 tokens depend on its seed and not on what else is in the batch (up to rounding: another batch shape may change the last bits of a logit).
 """
 
@@ -28,6 +28,7 @@ from common import UserError
 
 PREFILL_TOKENS = 4096    # most tokens (padding included) in one prefill forward; bounds its attention mask
 PROBE_TOKENS = 24
+MIN_TEMPERATURE = 0.01   # vLLM silently raises a lower one to this
 DECODED_IN_SCORE = 3     # `score` feeds its last tokens one by one, so that it also checks the decode path
 
 
@@ -39,6 +40,14 @@ def grown(capacity: int, length: int) -> int:
 def cache_name(model) -> str:
     """What the model's forward calls its cache: `past_key_values`, and `cache` from transformers 5.40 on."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def make_engine(name: str, model, tokenizer, *, max_slots: int, max_length: int):
+    """The engine of `--engine`: "hf" or "vllm". `max_slots`: most requests that run at once; `max_length`: most tokens of one sequence."""
+    if name == "hf":
+        return HFEngine(model, tokenizer, max_slots=max_slots, max_length=max_length)
+    from common.vllm_engine import VLLMEngine              # here, because vLLM is an environment of its own
+    return VLLMEngine(model, tokenizer, max_slots=max_slots, max_length=max_length)
 
 
 @dataclass
@@ -66,6 +75,107 @@ class _Request:
     prompt_logits: torch.Tensor | None = None     # with the same prompt copy both
     logprobs: list[float] = field(default_factory=list)
     tail: str = ""            # the last few characters sampled, from the piece table
+
+
+def find_eos(model, tokenizer, given=None) -> frozenset[int]:
+    """The EOS ids: `given`, else the first that names any of the model's generation_config, its config and the tokenizer."""
+    sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
+    ids = given if given is not None else next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def checked(ids, max_new_tokens: int, stop, temperature: float, engine) -> tuple[list[int], tuple[str, ...]]:
+    """Ids and stop strings of a request that `engine` can run; ValueError or UserError otherwise."""
+    ids, stop = [int(i) for i in ids], (stop,) if isinstance(stop, str) else tuple(stop)
+    if not ids or max_new_tokens < 1:
+        raise ValueError(f"a request needs at least one id and max_new_tokens >= 1, got {len(ids)} ids and {max_new_tokens}")
+    if min(ids) < 0 or max(ids) >= engine.vocab:
+        raise ValueError(f"ids must be in 0..{engine.vocab - 1}, got {min(ids)}..{max(ids)}")
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")) or "" in stop:
+        raise ValueError(f"temperature must be 0 or at least {MIN_TEMPERATURE}, and stop strings not empty; got {temperature} and {stop}")
+    if len(ids) + max_new_tokens > engine.max_length:
+        raise UserError(f"{len(ids)} ids + {max_new_tokens} new tokens = {len(ids) + max_new_tokens} exceed the engine's max_length "
+                        f"{engine.max_length}: shorten the prompt, lower the turn budget or raise max_length")
+    return ids, stop
+
+
+def resumable(kept: dict, rid: int, ids: list[int]):
+    """The finished request `rid`, whose ids (all but the last sampled one, which was never fed to the model) begin `ids`; else ValueError."""
+    if rid not in kept:
+        raise ValueError(f"cannot resume request {rid}: it is not a finished request that is still kept")
+    old = kept[rid]
+    cached = len(old.ids) - 1
+    if len(ids) <= cached or ids[:cached] != old.ids[:cached]:
+        raise ValueError(f"cannot resume request {rid}: its {cached} cached ids are not a proper prefix of the {len(ids)} given")
+    return old
+
+
+class Texts:
+    """The text of sampled ids, and when it ends a request: at EOS, at a stop string or at its last allowed token."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.pieces = tokenizer, {}
+        special = set(getattr(tokenizer, "all_special_ids", ()))
+        self.anchor = next(i for i in range(len(tokenizer)) if i not in special and (text := self.plain([i])) and "\ufffd" not in text
+                           and self.plain([i, i]).startswith(text))
+        self.anchor_text = self.plain([self.anchor])
+
+    def append(self, request, token: int, logprob: float, max_new_tokens: int, eos_ids: frozenset[int]) -> Finished | None:
+        """Add a sampled token to a request (its ids, start, logprobs, stop and tail); the result if that ends it."""
+        request.ids.append(token)
+        request.logprobs.append(logprob)
+        done = lambda text, reason, overshoot=0: Finished(request.rid, request.ids[request.start:], request.logprobs, text, reason, overshoot)
+        if token in eos_ids:
+            return done(self.text(request.ids[request.start:-1]), "eos")
+        if request.stop:
+            piece = self.pieces.get(token)
+            if piece is None:
+                piece = self.pieces[token] = self.text([token])
+            window = 4 * max(map(len, request.stop))       # 4: a character may be spread over as many tokens as it has bytes
+            request.tail = tail = request.tail[-window:] + piece
+            # the pieces only say when to look (a part of a character shows as U+FFFD in them); the text of all sampled ids decides
+            if any(s in tail or (not s.isascii() and "\ufffd" in tail) for s in request.stop):
+                text = self.text(request.ids[request.start:])
+                if ends := [text.find(s) + len(s) for s in request.stop if s in text]:
+                    return done(text[:min(ends)], "stop", len(text) - min(ends))
+        return done(self.text(request.ids[request.start:]), "length") if len(request.logprobs) == max_new_tokens else None
+
+    def plain(self, ids) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def text(self, ids) -> str:
+        """Text of ids in the middle of a sequence: SentencePiece tokenizers drop a leading space at the beginning of one."""
+        return self.plain([self.anchor, *ids])[len(self.anchor_text):]
+
+
+def probe_ids(vocab: int) -> list[int]:
+    return [(7919 * i * i + 104729 * i + 13) % vocab for i in range(PROBE_TOKENS)]
+
+
+@torch.no_grad()
+def plain_logprobs(model, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Log-probs of ids[1:] at `temperature`, from a forward pass of the trainer's model."""
+    training, ids = model.training, torch.tensor([ids], device=model.device)
+    model.eval()
+    logprobs = (model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
+    model.train(training)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def agreement(engine: list[float], plain: list[float], dtype) -> float:
+    """Largest difference of two lists of log-probs. RuntimeError above 1e-3 (float32) or 0.5 (lower precision)."""
+    gap = (torch.tensor(engine) - torch.tensor(plain)).abs().max().item()
+    limit = 1e-3 if dtype == torch.float32 else 0.5
+    if not gap <= limit:                                   # also when it is NaN
+        raise RuntimeError(f"engine and model disagree: log-probs differ by up to {gap:.3g} on the probe, allowed {limit:g} for "
+                           f"{dtype}. Call sync(model) after changing weights; if sync itself says this, the weights are broken "
+                           "(NaN) or the model's attention is not supported")
+    return gap
+
+
+def broken_weights(bad: list[int], n: int) -> RuntimeError:
+    return RuntimeError(f"the model returned NaN or infinite logits for {len(bad)} of {n} requests (ids {bad[:8]}): "
+                        "the weights are broken, probably by the last update; stop and look at its gradient norm")
 
 
 def _attend(module, query, key, value, attention_mask, scaling, slots, **_):
@@ -139,7 +249,7 @@ class HFEngine:
     """Continuous batching for any `AutoModelForCausalLM` with rotary positions and full attention. See the module's docstring.
 
     `max_slots`: rows of the cache, the largest decode batch. `max_length`: most tokens of one sequence. `eos_ids`: default from the model's
-    generation_config, else its config, else the tokenizer. `counters`: totals since construction."""
+    generation_config, else its config, else the tokenizer. `counters`: totals since the last sync, so of one step of a run."""
 
     def __init__(self, model, tokenizer, *, max_slots: int, max_length: int, eos_ids=None):
         if max_slots < 1 or max_length < 2:
@@ -149,11 +259,8 @@ class HFEngine:
         if window and window < max_length and "sliding_attention" in layer_types:
             raise UserError(f"{config.model_type} attends only to the last {window} tokens; HFEngine has full attention only: "
                             f"set max_length (now {max_length}) to at most {window}")
-        if eos_ids is None:
-            sources = (getattr(model, "generation_config", None), config, tokenizer)
-            eos_ids = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
-        self.eos_ids = frozenset([eos_ids] if isinstance(eos_ids, int) else eos_ids)
-        self.tokenizer, self.max_slots, self.max_length = tokenizer, max_slots, max_length
+        self.eos_ids = find_eos(model, tokenizer, eos_ids)
+        self.texts, self.max_slots, self.max_length = Texts(tokenizer), max_slots, max_length
         self.vocab = config.vocab_size
         self._kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._group = config.num_attention_heads // self._kv_heads
@@ -161,7 +268,6 @@ class HFEngine:
         self._cache_name = cache_name(model)
         self.model = self.device = self.dtype = None
         self._broken = False                               # NaN may be in the cache
-        self.counters = dict(sampled_tokens=0, prefilled_tokens=0, shared_prefill_tokens=0, cached_tokens=0, decode_steps=0, evictions=0)
         self._next_rid = 0
         self._requests: dict[int, _Request] = {}           # everything not yet released
         self._waiting: list[_Request] = []
@@ -169,11 +275,6 @@ class HFEngine:
         self._rows: list[_Request | None] = [None] * max_slots
         self._n = 0                                        # rows 0.._n-1 are decoded
         self._moved = False                                # a request left the running rows: tidy up before the next decode
-        self._pieces: dict[int, str] = {}
-        special = set(getattr(tokenizer, "all_special_ids", ()))
-        self._anchor = next(i for i in range(len(tokenizer)) if i not in special and (text := self._plain([i])) and "\ufffd" not in text
-                            and self._plain([i, i]).startswith(text))
-        self._anchor_text = self._plain([self._anchor])
         self.sync(model)
 
     # ---------------------------------------------------------------- requests
@@ -187,25 +288,11 @@ class HFEngine:
         """Queue a request and return its id. `ids`: the whole sequence so far. `resume`: id of a finished request that was not released;
         this request takes over its slot and only what follows its cached ids is prefilled (everything, if the slot was evicted meanwhile).
         The sampled ids of `resume` but the last are cached."""
-        ids, stop = [int(i) for i in ids], (stop,) if isinstance(stop, str) else tuple(stop)
-        if not ids or max_new_tokens < 1:
-            raise ValueError(f"a request needs at least one id and max_new_tokens >= 1, got {len(ids)} ids and {max_new_tokens}")
-        if min(ids) < 0 or max(ids) >= self.vocab:
-            raise ValueError(f"ids must be in 0..{self.vocab - 1}, got {min(ids)}..{max(ids)}")
-        if not (temperature == 0 or 1e-3 <= temperature < float("inf")) or "" in stop:
-            raise ValueError(f"temperature must be 0 or at least 0.001, and stop strings not empty; got {temperature} and {stop}")
-        if len(ids) + max_new_tokens > self.max_length:
-            raise UserError(f"{len(ids)} ids + {max_new_tokens} new tokens = {len(ids) + max_new_tokens} exceed the engine's max_length "
-                            f"{self.max_length}: shorten the prompt, lower the turn budget or raise max_length")
+        ids, stop = checked(ids, max_new_tokens, stop, temperature, self)
         uniforms = np.random.Generator(np.random.PCG64(seed)).random(max_new_tokens)
         request = _Request(self._next_rid, ids, len(ids), uniforms, float(temperature), stop)
         if resume is not None:
-            if resume not in self._kept:
-                raise ValueError(f"cannot resume request {resume}: it is not a finished request that is still kept")
-            old = self._kept[resume]
-            if len(ids) <= old.cached or ids[:old.cached] != old.ids[:old.cached]:
-                raise ValueError(f"cannot resume request {resume}: its {old.cached} cached ids are not a proper prefix "
-                                 f"of the {len(ids)} given")
+            old = resumable(self._kept, resume, ids)
             del self._kept[resume], self._requests[resume]
             if old.row is not None:
                 request.row, request.cached, request.prompt, request.prompt_logits = old.row, old.cached, old.prompt, old.prompt_logits
@@ -381,43 +468,17 @@ class HFEngine:
         chosen = torch.cat((ids.double(), probs.gather(1, ids).log().double()), 1).tolist()   # the one synchronisation of a step
         if bad := [r.rid for r, (_, p) in zip(requests, chosen) if not p > float("-inf")]:    # one NaN or inf makes its whole row NaN
             self._broken = True
-            raise RuntimeError(f"the model returned NaN or infinite logits for {len(bad)} of {len(requests)} requests (ids {bad[:8]}): "
-                               "the weights are broken, probably by the last update; stop and look at its gradient norm")
+            raise broken_weights(bad, len(requests))
         self.counters["sampled_tokens"] += len(requests)
         for request, (token, logprob) in zip(requests, chosen):
             self._append(request, int(token), logprob, done)
 
     def _append(self, request, token: int, logprob: float, done) -> None:
-        request.ids.append(token)
-        request.logprobs.append(logprob)
-        if token in self.eos_ids:
-            return self._finish(request, self._text(request.ids[request.start:-1]), "eos", 0, done)
-        if request.stop:
-            piece = self._pieces.get(token)
-            if piece is None:
-                piece = self._pieces[token] = self._text([token])
-            window = 4 * max(map(len, request.stop))       # 4: a character may be spread over as many tokens as it has bytes
-            request.tail = tail = request.tail[-window:] + piece
-            # the pieces only say when to look (a part of a character shows as U+FFFD in them); the text of all sampled ids decides
-            if any(s in tail or (not s.isascii() and "\ufffd" in tail) for s in request.stop):
-                text = self._text(request.ids[request.start:])
-                if ends := [text.find(s) + len(s) for s in request.stop if s in text]:
-                    return self._finish(request, text[:min(ends)], "stop", len(text) - min(ends), done)
-        if len(request.logprobs) == len(request.uniforms):
-            self._finish(request, self._text(request.ids[request.start:]), "length", 0, done)
-
-    def _finish(self, request, text, reason, overshoot, done) -> None:
-        request.state = "kept"
-        self._kept[request.rid] = request
-        self._moved = True
-        done.append(Finished(request.rid, request.ids[request.start:], request.logprobs, text, reason, overshoot))
-
-    def _plain(self, ids) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _text(self, ids) -> str:
-        """Text of ids in the middle of a sequence: SentencePiece tokenizers drop a leading space at the beginning of one."""
-        return self._plain([self._anchor, *ids])[len(self._anchor_text):]
+        if finished := self.texts.append(request, token, logprob, len(request.uniforms), self.eos_ids):
+            request.state = "kept"
+            self._kept[request.rid] = request
+            self._moved = True
+            done.append(finished)
 
     # ---------------------------------------------------------------- weights
 
@@ -427,6 +488,7 @@ class HFEngine:
         (their requests can still be resumed, by a full prefill). Raises RuntimeError if engine and model then disagree on a probe."""
         if self.busy:
             raise RuntimeError("sync while requests are waiting or running: finish or release them first")
+        self.counters = dict(sampled_tokens=0, prefilled_tokens=0, shared_prefill_tokens=0, cached_tokens=0, decode_steps=0, evictions=0)
         if self.model is None:                             # built without memory, on the meta device
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="slots").eval()
@@ -458,17 +520,5 @@ class HFEngine:
     def probe(self, model) -> float:
         """Largest difference between the log-probs of a fixed sequence from the engine and from a forward pass of `model`.
         Raises RuntimeError above 1e-3 (float32) or 0.5 (lower precision): stale weights, or a model whose attention this engine lacks."""
-        ids = [(7919 * i * i + 104729 * i + 13) % self.vocab for i in range(PROBE_TOKENS)]
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            logprobs = model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float().log_softmax(-1)
-        model.train(training)
-        want = logprobs[:-1].gather(1, torch.tensor(ids[1:], device=self.device)[:, None])[:, 0]
-        gap = (torch.tensor(self.score(ids)) - want.cpu()).abs().max().item()
-        limit = 1e-3 if self.dtype == torch.float32 else 0.5
-        if not gap <= limit:                               # also when it is NaN
-            raise RuntimeError(f"engine and model disagree: log-probs differ by up to {gap:.3g} on the probe, allowed {limit:g} for "
-                               f"{self.dtype}. Call sync(model) after changing weights; if sync itself says this, the weights are broken "
-                               "(NaN) or the model's attention is not supported")
-        return gap
+        ids = probe_ids(self.vocab)
+        return agreement(self.score(ids), plain_logprobs(model, ids), self.dtype)

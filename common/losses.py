@@ -12,6 +12,7 @@ One denominator per optimiser step: compute `denominator` on the whole mini-batc
 loss. Then the sum of the micro-batch losses is the loss of the mini-batch, however it was split:
     sum over micro-batches of (sum of x over its tokens) / n  =  (sum of x over all tokens) / n
 A mean inside each micro-batch, averaged over micro-batches, is not that: it weighs a token by the company it happens to keep.
+With several ranks a batch lies spread over them: `denominator` and `whiten` count and average over all ranks (`common.ranks`).
 
 | aggregation | loss of a mini-batch                                        | found in                           |
 |-------------|-------------------------------------------------------------|------------------------------------|
@@ -24,6 +25,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from common import ranks
 
 Aggregation = Literal["token", "sequence", "constant"]
 
@@ -95,9 +98,10 @@ def whiten(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     Raises ValueError if fewer than two tokens are masked.
     """
     picked_N = x_BT[mask_BT]
-    if len(picked_N) < 2:
-        raise ValueError(f"whitening needs at least two tokens, got {len(picked_N)}")
-    return torch.where(mask_BT, (x_BT - picked_N.mean()) * torch.rsqrt(picked_N.var() + 1e-8), 0.0)
+    if (n := ranks.all_sum(len(picked_N))) < 2:
+        raise ValueError(f"whitening needs at least two tokens, got {n}")
+    mean, variance = ranks.mean_and_variance(picked_N)
+    return torch.where(mask_BT, (x_BT - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
 def reinforce_plus_plus(rewards_PG: Tensor, penalty_BT: Tensor, steps_BT: Tensor, scale: Literal["batch", "group"] = "batch") -> Tensor:
@@ -137,6 +141,7 @@ def denominator(mask_BT: Tensor, how: Aggregation, budget_tokens: int | None = N
         count = mask_BT.shape[0] * budget_tokens
     else:
         raise ValueError(f"unknown aggregation {how!r}: token, sequence or constant")
+    count = ranks.all_sum(count)
     if count <= 0:
         raise ValueError(f"nothing to train in a mini-batch of shape {tuple(mask_BT.shape)}")
     return float(count)

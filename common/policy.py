@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,13 +23,15 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import UserError, losses
+from common import UserError, losses, ranks
 from common.engine import cache_name
 
 TINY_FOLDER = Path(__file__).parent / "tiny" / "weights"
@@ -63,6 +66,13 @@ def token_logprobs(
     """
     if bool(mask_BT[:, 0].any()):
         raise ValueError("the first token of a row has no log-prob: nothing stands before it")
+    how = dict(starts_B=starts_B, entropy=entropy, chunk_tokens=chunk_tokens)
+    if isinstance(model, FSDPModule):  # by way of the method that `shard` has hung up there, which gathers weights around the call
+        return model.log_probs_of_tokens(ids_BT, mask_BT, temperature, **how)
+    return _token_logprobs(model, ids_BT, mask_BT, temperature, **how)
+
+
+def _token_logprobs(model, ids_BT, mask_BT, temperature, *, starts_B, entropy, chunk_tokens) -> tuple[Tensor, Tensor | None]:
     head = model.get_output_embeddings()
     if head.bias is not None:
         raise UserError(f"{type(model).__name__} has a bias on its output layer, which common/policy.py leaves out: use another model")
@@ -88,7 +98,8 @@ def _hidden_before(model: PreTrainedModel, ids_BT: Tensor, mask_BT: Tensor, star
     if torch.is_grad_enabled() and getattr(model, "recomputes", False):  # computed again, a layer would write to the shared cache again
         starts_B = None
     groups = {} if starts_B is None else {tuple(row[:start]): None for row, start in zip(ids_BT.tolist(), starts_B.tolist())}
-    if len(groups) * 2 > len(ids_BT) or not groups:  # nothing worth sharing
+    worth_it = ranks.world() > 1 or len(groups) * 2 <= len(ids_BT)  # a forward pass gathers weights: with several ranks all make two, or one
+    if not groups or not worth_it:
         hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
         return hidden_BTH[:, :-1][mask_BT[:, 1:]]
     place = {prompt: i for i, prompt in enumerate(groups)}
@@ -186,6 +197,29 @@ class Critic(torch.nn.Module):
         return torch.nn.functional.pad(values_BT, (1, 0), value=math.nan)
 
 
+# ---- several ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def shard(*models: torch.nn.Module | None) -> None:
+    """Cut the weights of each model over the ranks, in place (FSDP2): a layer is gathered just before it is used and dropped again. Before
+    the optimiser is made, so that its state is cut as well. Nothing happens with one process.
+
+    The backward pass adds up the ranks' gradients and leaves each rank its part; added, not averaged, since losses are divided by counts of
+    all ranks (`losses.denominator`)."""
+    if ranks.world() == 1:
+        return
+    for model in filter(None, models):
+        mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.world(),))
+        layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+        for module in (*layers, model):  # the last one: what is outside the layers
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if isinstance(model, PreTrainedModel):
+            model.log_probs_of_tokens = types.MethodType(_token_logprobs, model)
+            register_fsdp_forward_method(model, "log_probs_of_tokens")
+
+
 # ---- optimiser -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -272,13 +306,18 @@ def _rounded_at_random(x: Tensor, noise: torch.Generator) -> Tensor:
 def optimizer_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, lr: float | None = None) -> float:
     """Clip the gradients, step (at `lr`, if given), zero them. Returns the norm before clipping.
 
-    Raises RuntimeError, before any weight has changed, if the norm is not finite.
+    If the norm is not finite the step is skipped: weights, optimiser state and rate stay as they are, and stderr names the parameters.
     """
     params = {name: p for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm([p.grad for p in params.values()])
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all ranks
     if not bool(norm.isfinite()):
-        bad = [name for name, p in params.items() if not bool(p.grad.isfinite().all())]
-        raise RuntimeError(f"gradient norm is {float(norm)}: no step was taken; not finite in {len(bad)} parameters: {', '.join(bad[:3])}")
+        whole = lambda grad: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        bad = [name for name, p in params.items() if not bool(whole(p.grad).isfinite().all())]
+        if not ranks.rank():
+            print(f"gradient norm is {float(norm)}: this step is skipped; not finite in {len(bad)} parameters: {', '.join(bad[:3])}", file=sys.stderr, flush=True)
+        optimizer.zero_grad(set_to_none=True)
+        return float(norm)
     torch.nn.utils.clip_grads_with_norm_(params.values(), max_grad_norm, norm)
     if lr is not None:
         for group in optimizer.param_groups:
@@ -360,10 +399,17 @@ def load_model(
 
 
 def save_policy(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer so that `load_model(folder)`, transformers and vLLM can read them; whole or not at all."""
-    with _new_folder(Path(folder)) as temporary:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+    """Write model and tokenizer so that `load_model(folder)`, transformers and vLLM can read them; whole or not at all. UserError if the disk
+    does not take them."""
+    state = ranks.whole_state(model) if ranks.world() > 1 else None
+    if ranks.rank():
+        return
+    try:
+        with _new_folder(Path(folder)) as temporary:
+            model.save_pretrained(temporary, state_dict=state)
+            tokenizer.save_pretrained(temporary)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the model to {folder} ({getattr(error, 'strerror', None) or error}): free or mend the disk") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from common import UserError
+from common import UserError, health, ranks
 from common.run import METRICS, main, write_atomic
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
@@ -39,10 +39,10 @@ PLOTS = {
         *("reward", ("parts of the reward", "reward_*"), "f1", "answered", "calls", ("calls by kind of question", "calls_*"), "turns"),
         *("valid_call_rate", "call_ok", "zero_variance_groups"),
     ),
-    "Responses": (("tokens per response", "response_tokens", "tool_tokens"), ("why responses ended", "stop_*"), "skipped_prompts"),
+    "Responses": (("tokens per response", "response_tokens", "tool_tokens"), ("why responses ended", "stop_*"), "repetition", "skipped_prompts"),
     "Update": (
         *("entropy", "good_logprob", "kl", "clip_fraction", ("policy ratio", "policy_ratio_*")),
-        *(("trainer / sampler ratio", "sampler_ratio_*"), "grad_norm", "value_loss", "value_explained", "lr"),
+        *(("trainer / sampler ratio", "sampler_ratio_*"), "grad_norm", ("steps skipped: gradient not finite", "skipped_steps", "value_skipped_steps"), "value_loss", "value_explained", "lr"),
     ),
     "Time": ("tokens_per_s", "sampled_tokens", "cached_share", ("seconds per step", "*_s")),
 }
@@ -57,6 +57,8 @@ def write_report(run_dir: str | Path, meanings: dict[str, str] = METRICS) -> Pat
     and named on the page. `meanings`: metric name, or pattern such as `stop_*`, -> one line.
     """
     run_dir = Path(run_dir)
+    if ranks.rank():  # only the first one has these files
+        return run_dir / "report.html"
     notices: list[str] = []
     config, summary = _read_json(run_dir / "config.json"), {}
     if (run_dir / "summary.json").exists():
@@ -73,6 +75,7 @@ def write_report(run_dir: str | Path, meanings: dict[str, str] = METRICS) -> Pat
         "notices": notices,
         "metric": metric,
         "cards": cards,
+        "health": _health(run_dir / "metrics.jsonl"),
         "curves": curves,
         "plots": _plots(curves, metric, summary, meanings),
         **_read_trajectories(run_dir / "trajectories.jsonl", notices),
@@ -113,7 +116,7 @@ def compare_curves(
             raise UserError(f'{path}: "{metric}" has no finite value in its "{kind}" lines; nothing to draw.')
         arms.setdefault(label, []).append(points if kind == "eval" else _running_mean(points))
     title = title or f"{metric}, {'held-out questions' if kind == 'eval' else 'training samples (running mean)'}"
-    write_atomic(Path(out_svg), _comparison_svg(arms, x, title))
+    write_atomic(Path(out_svg), curves_svg(arms, x, title))
     return Path(out_svg)
 
 
@@ -207,6 +210,24 @@ def _read_curves(path: Path, notices: list[str], thin: bool = True) -> dict[str,
 
 
 # ------------------------------------------------------------------------------------------------------ head and plots
+
+
+def _health(path: Path) -> dict:
+    """{"said": one line, "signs": every sign of collapse that is looked for, the bad ones first}."""
+    by_step = {row["step"]: row for _, _, row in _read_jsonl(path, []) if row.get("kind") == "train" and isinstance(row.get("step"), int)} if path.exists() else {}
+    rows = [{name: _number(value) for name, value in by_step[step].items()} for step in sorted(by_step)]
+    signs = sorted(health.check(rows), key=lambda sign: (not sign.warns, sign.since is None))
+    bad, past = sum(sign.warns for sign in signs), sum(sign.until is not None for sign in signs)
+    said = f"{bad or 'No'} sign{'' if bad == 1 else 's'} of collapse after {len(rows):,} training steps" + (f"; {past} passed" if past else "") + "."
+    if len(rows) < health.WINDOW + health.PATIENCE:
+        said = f"{len(rows)} training steps so far: signs of collapse are looked for from step {health.WINDOW + health.PATIENCE} on."
+    if why := health.collapse(signs):
+        said += f" The stop rule would end the run: {why}."
+    return {"said": said, "signs": [{
+        **{key: getattr(sign.rule, key) for key in ("name", "metric", "warning", "meaning", "advice", "source")},
+        "value": "no number" if sign.first is None else f"{_show(sign.first)} → {_show(sign.last)}", "known": sign.first is not None,
+        "when": "" if sign.since is None else f"since step {sign.since}" if sign.warns else f"steps {sign.since} to {sign.until}", "warns": sign.warns,
+    } for sign in signs]}
 
 
 def _show(value: object) -> str:
@@ -479,7 +500,8 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
 
 
-def _comparison_svg(arms: dict[str, list[list[tuple[float, float]]]], x_name: str, title: str) -> str:
+def curves_svg(arms: dict[str, list[list[tuple[float, float]]]], x_name: str, title: str) -> str:
+    """A picture of {label: for every seed its points (x, y), sorted by x}: per label the mean and a band from the lowest to the highest."""
     everything = [point for seeds in arms.values() for points in seeds for point in points]
     x0, x1 = min(x for x, _ in everything), max(x for x, _ in everything)
     y0, y1 = min(y for _, y in everything), max(y for _, y in everything)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common import UserError
+from common import UserError, ranks
 from common.data import Example, trajectory_seed
 
 
@@ -115,7 +115,7 @@ class ToolPool:
                         raise RuntimeError(f"tool '{job.calls[0].name}' gave {len(job.results)} results for {len(job.calls)} arguments")
                 except ToolFailure as failure:
                     job.results = [failure] * len(job.calls)
-                except Exception as error:  # whatever else goes wrong is infrastructure: tried again, counted, and raised by finish()
+                except BaseException as error:  # whatever else goes wrong, sys.exit() too, is infrastructure: tried again, counted, and raised by finish()
                     job.error = error
                     with self.lock:
                         self.infrastructure_failures += len(job.calls)
@@ -192,6 +192,11 @@ class Budget:
     turns: int
     final_turn: bool = True
 
+    @property
+    def sampled_tokens(self) -> int:
+        """The most tokens that a model can write in one trajectory; what Dr. GRPO's constant aggregation divides by."""
+        return min(self.trajectory_tokens, self.turn_tokens * (self.turns + self.final_turn))
+
 
 @dataclass
 class Segment:
@@ -252,12 +257,13 @@ def make_prompts(examples: Sequence[Example], render: Callable[[Example], str], 
 def rollout(engine, tokenizer, prompts: Sequence[Prompt], act, tools: dict[str, Tool], budget: Budget, pool: ToolPool, *, samples: int = 1,
             temperature: float = 1.0, stop: tuple[str, ...] = (), last_stop: tuple[str, ...] | None = None, seed: int = 0, step: int = 0,
             tool_lag: int = 2) -> list[Trajectory]:
-    """Sample `samples` trajectories of every prompt; they come back in the order (prompt, sample).
+    """Sample `samples` trajectories of every prompt; they come back in the order (prompt, sample). With several ranks, of this rank's share
+    of the prompts; seeds go by a prompt's number among all of them.
 
     last_stop: stop strings of the final turn, when they differ. tool_lag: decode steps between a call and its result joining the
     batch; being fixed, it makes the batch, and so every bit, a function of the seed alone. 0: results join as they arrive.
     """
-    trajectories = [Trajectory(p.example, g, s, p.text, p.ids) for g, p in enumerate(prompts) for s in range(samples)]
+    trajectories = [Trajectory(prompts[g].example, g, s, prompts[g].text, prompts[g].ids) for g in ranks.share(len(prompts)) for s in range(samples)]
     running: dict[int, Trajectory] = {}
     jobs: list[tuple[int, Job, list[tuple[Trajectory, Call, int]]]] = []  # due step, job, what waits for it
     clock, sampled_before = 0, engine.counters["sampled_tokens"]
@@ -388,6 +394,8 @@ class Batch:
 
 
 def collate(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
+    if not trajectories:
+        raise UserError(f"rank {ranks.rank()} of {ranks.world()} has no prompt in this step: raise --prompts, or use fewer ranks")
     lengths = [len(t.prompt_ids) + len(t.ids) for t in trajectories]
     width = max(lengths)
     ids = torch.zeros(len(lengths), width, dtype=torch.long)  # what stands in the padding does not matter: masks go by length

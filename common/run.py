@@ -15,7 +15,9 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +26,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from common import UserError, losses
+from common import UserError, health, ranks
 from common.rollout import Trajectory
 from common.scoring import bootstrap_interval
 from common.update import Experience
@@ -65,6 +67,7 @@ METRICS = {
     "turns": "mean model turns per trajectory",
     "response_tokens": "mean tokens per trajectory that the model sampled",
     "tool_tokens": "mean tokens per trajectory that tools and notices wrote",
+    "repetition": "share of the sampled 4-grams of tokens that stood earlier in the same turn: towards 1 when the text goes in circles",
     "stop_*": "share of trajectories that ended for this reason",
     "skipped_prompts": "prompts left out because they are longer than the prompt budget",
     "zero_variance_groups": "share of groups whose samples all got the same reward: they teach nothing",
@@ -73,16 +76,19 @@ METRICS = {
     "kl": "mean estimated KL divergence from the reference model, per token",
     "clip_fraction": "share of trained tokens whose gradient the clip removed",
     "sampler_ratio_*": "raw probability ratio of trainer to sampler on the sampled tokens: 1 when both agree",
+    "sampler_gap_*": "difference of the log-probs of trainer and sampler on the sampled tokens, without sign: mean, 99th percentile, largest",
     "policy_ratio_*": "raw probability ratio of the policy to the one that was there before the first update on this batch",
     "good_logprob": "mean log-prob of the sampled tokens of trajectories with a reward above 0: falling is an early sign of collapse",
     "grad_norm": "norm of the policy gradient before clipping",
+    "skipped_steps": "optimiser steps of the policy that were left out because the gradient was NaN or infinite: they changed nothing",
+    "value_skipped_steps": "optimiser steps of the critic that were left out for the same reason (PPO)",
     "lr": "learning rate of the policy",
     "stage": "training stage, for methods with several",
     "value_loss": "loss of the critic (PPO)",
     "value_explained": "share of the returns' variance that the critic explains (PPO)",
     "loss": "loss of the supervised warm-up, in nats per token",
     "sampled_tokens": "tokens the engine sampled in this step",
-    "cached_share": "share of prompt and observation tokens that were not computed again, thanks to shared prompts and kept slots",
+    "cached_share": "share of this step's prompt and observation tokens that were not computed again, thanks to shared prompts and kept slots",
     "tokens_per_s": "sampled tokens per second of sampling",
     "sample_s": "seconds spent sampling, tools included",
     "tools_s": "seconds tools ran, summed over batches of calls (they overlap with sampling)",
@@ -97,9 +103,10 @@ METRICS = {
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------------
-def setting(default: Any, help: str, source: str, unit: str = "") -> Any:
-    """A Config field with its help text, unit and source: "paper §…", "code <file>" (where the published value stands) or "ours"."""
-    return dataclasses.field(default=default, metadata={"help": help, "source": source, "unit": unit})
+def setting(default: Any, help: str, source: str, unit: str = "", published: Any = None) -> Any:
+    """A Config field with its help text, unit and source: "paper §…", "code <file>" (where the published value stands) or "ours" (grammar: provenance.py).
+    `published`: the value that stands there, if the preset `paper` has another one on purpose."""
+    return dataclasses.field(default=default, metadata={"help": help, "source": source, "unit": unit, **({} if published is None else {"published": published})})
 
 
 def describe(config_class: type) -> dict[str, dict]:
@@ -143,19 +150,36 @@ def _module_name(module) -> str:
 
 
 def main(body: Callable[[], Any]) -> None:
-    """Run a command's body; a mistake the user can mend becomes one sentence and exit code 2."""
+    """Run a command's body. A mistake the user can mend becomes one sentence and exit code 2; whatever else fails keeps its traceback (exit
+    code 1). Either way the last words say where the run stands."""
+    ranks.quiet()
     try:
         body()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        ranks.leave(2, f"error: {error}{_where_it_stands()}", error)
     except Interrupted as stop:
-        print(f"\nstopped: {stop}", file=sys.stderr)
-        sys.exit(130)
+        ranks.leave(stop.code, f"\nstopped: {stop}")
+    except KeyboardInterrupt:
+        ranks.leave(130, f"\nstopped at once{_where_it_stands()}")
+    except Exception as error:
+        ranks.leave(1, f"{traceback.format_exc()}error: {type(error).__name__}, see above{_where_it_stands()}", error)
+    ranks.stop()
+
+
+def _where_it_stands() -> str:
+    """"; <folder> is saved at step 3; ..." if this process has begun a run."""
+    if Run.current is None:
+        return ""
+    done = max(Run.current.checkpoints(), default=0)
+    return f"; {Run.current.folder} {f'is saved at step {done}' if done else 'has no checkpoint yet'}: the same command with --resume goes on"
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the run was saved and can be resumed."""
+    """The run was saved and can be resumed: after Ctrl-C or SIGTERM (exit code 130), or a collapse (3)."""
+
+    def __init__(self, message: str, code: int = 130):
+        super().__init__(message)
+        self.code = code
 
 
 def read_template(path: str, default: str, *placeholders: str) -> str:
@@ -190,6 +214,7 @@ class Clock:
 # ---- the run folder ---------------------------------------------------------------------------------------------------
 class Run:
     """The folder of one run. Writes are atomic or append-only; a killed run loses at most the steps since its last checkpoint."""
+    current: "Run | None" = None  # the run of this process: signals and last words are about it
 
     def __init__(self, config, *, method: str, metric: str, total_steps: int, resume: bool, name: str = "", root: str = "runs"):
         self.config, self.method, self.metric, self.total = config, method, metric, total_steps
@@ -198,12 +223,21 @@ class Run:
         self.started = time.monotonic()
         self.earlier_s = 0.0  # wall seconds of the sessions this one continues
         self.before: dict | None = None  # the evaluation at step 0
-        self.signal: str | None = None
+        self.asked: str | None = None  # the signal that this rank has got
+        self.stopping: str | None = None  # the one on which all ranks have agreed
+        self.saved = -1  # step of the newest checkpoint of this process
+        self.train_lines: list[dict] = []  # what metrics.jsonl says of training
+        self.warned: set[str] = set()
+        self.collapse = ""  # why --stop-on-collapse ends the run
         described = describe(type(config))
         settings = {"method": method, "preset": config.preset, "seed": config.seed, "argv": sys.argv[1:],
                     "fields": {k: {"value": getattr(config, k), **described[k]} for k in described},
                     "versions": {"python": platform.python_version(), **{p: version(p) for p in ("torch", "transformers", "numpy")}},
-                    "threads": torch.get_num_threads()}
+                    "threads": torch.get_num_threads(), "ranks": ranks.world()}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        if ranks.rank():
+            return
         if resume:
             if not (self.folder / "config.json").exists():
                 raise UserError(f"--resume: there is no run in {self.folder}; start it without --resume")
@@ -214,18 +248,26 @@ class Run:
                 raise UserError(f"--resume: {self.folder} was started with other values of {', '.join('--' + c.replace('_', '-') for c in changed)}; "
                                 "give the same ones, or another --name")
         else:
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir(parents=True)
+            with disk(self.folder):
+                if self.folder.exists():
+                    shutil.rmtree(self.folder)
+                self.folder.mkdir(parents=True)
             write_atomic(self.folder / "config.json", json.dumps(settings, indent=1, allow_nan=False))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        Run.current = self
 
     def _on_signal(self, number, frame) -> None:
-        if self.signal:  # a second Ctrl-C does not wait
+        several = ranks.world() > 1
+        if self.asked and not self.collapse and not several:  # a second Ctrl-C does not wait; torchrun repeats what its workers have got already
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
-        print(f"\n{self.signal}: finishing this step, then saving (once more to leave at once)", file=sys.stderr, flush=True)
+        self.asked = signal.Signals(number).name
+        if not several or ranks.rank() == 0:
+            print(f"\n{self.asked}: finishing this step, then saving{'' if several else ' (once more to leave at once)'}", file=sys.stderr, flush=True)
+
+    @property
+    def signal(self) -> str | None:
+        """The signal that asks the run to stop. Ranks agree each time this is read: once a step, by all of them."""
+        self.stopping = next(filter(None, ranks.gather([self.asked])), None)
+        return self.stopping
 
     @property
     def wall_s(self) -> float:
@@ -237,9 +279,12 @@ class Run:
         unknown = [k for k in metrics if k not in METRICS and not any(fnmatchcase(k, p) for p in METRICS)]
         if unknown:
             raise KeyError(f"metrics without a meaning in common.run.METRICS: {unknown}")
+        if ranks.rank():
+            return
         line = {"kind": kind, "step": step, "wall_s": round(self.wall_s, 3), **{k: _finite(v) for k, v in metrics.items()}}
         append(self.folder / "metrics.jsonl", [line])
         if kind == "train":
+            self.train_lines.append(line)
             self._progress(line)
         else:
             shown = " ".join(f"{k} {line[k] if isinstance(line[k], int) else format(line[k], '.3g')}" for k in metrics if line[k] is not None and k in HEADLINES)
@@ -257,29 +302,71 @@ class Run:
 
     def log_train(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], x: Experience, tokenizer, clock: Clock, engine,
                   group: int, more: dict) -> None:
-        """The metrics of one step, and a few of its trajectories (those of one group after another, so that siblings can be compared)."""
-        totals = torch.tensor([p["total"] for p in parts]).view(-1, group)
+        """The metrics of one step, and a few of its trajectories (those of one group after another, so that siblings can be compared).
+
+        With several ranks each hands over its own trajectories; the numbers are those of all, the seconds those of the slowest."""
+        first, everyones = ranks.before(len(trajectories)), ranks.gather(list(parts))
+        everyone = ranks.gather([outline(t) for t in trajectories]) if ranks.world() > 1 else trajectories
+        totals = torch.tensor([p["total"] for p in everyones]).view(-1, group)
         known = x.sampled_BT & ~x.old_BT.isnan()
         good = torch.tensor([p["total"] > 0 for p in parts], device=known.device)[:, None] & x.sampled_BT
-        ratio = losses.ratio_stats(x.old_BT, x.sampler_BT, known) if known.any() else {}
-        sampled = int(x.sampled_BT.sum())
-        reused = engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"]
+        ratio = ranks.spread((x.old_BT[known] - x.sampler_BT[known]).exp())
+        gap = sorted(ranks.gather((x.old_BT[known] - x.sampler_BT[known]).abs().tolist()))
+        sampled, laps = ranks.all_sum(int(x.sampled_BT.sum())), {k: ranks.all_max(v) for k, v in clock.laps.items()}
+        reused = ranks.all_sum(engine.counters["shared_prefill_tokens"] + engine.counters["cached_tokens"])
         self.log("train", step, {
-            "reward": float(totals.mean()), **{f"reward_{k}": v for k, v in part_means(parts).items()},
-            **rollout_metrics(trajectories, parts, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
-            **{f"sampler_ratio_{k}": v for k, v in ratio.items()}, "good_logprob": float(x.sampler_BT[good].mean()) if good.any() else math.nan,
-            **more, "sampled_tokens": sampled, "tokens_per_s": sampled / clock.laps["sample_s"], "cached_share": reused / max(1, reused + engine.counters["prefilled_tokens"]),
-            **clock.laps, "step_s": clock.total})
-        start = (step * self.config.keep_trajectories) % len(trajectories) // group * group
-        for b in range(start, min(start + self.config.keep_trajectories, len(trajectories))):
-            t = trajectories[b]
-            span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.ids))
-            row = trajectory_row(t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_per_token(x.advantages_BT[b, span], x.trained_BT[b, span]),
-                                 ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist())
-            append(self.folder / "trajectories.jsonl", [row])
+            "reward": float(totals.mean()), **{f"reward_{k}": v for k, v in part_means(everyones).items()},
+            **rollout_metrics(everyone, everyones, self.metric), "zero_variance_groups": float((totals == totals[:, :1]).all(1).float().mean()) if group > 1 else math.nan,
+            **{f"sampler_ratio_{k}": v for k, v in ratio.items()},
+            **({"sampler_gap_mean": mean(gap), "sampler_gap_p99": gap[int(0.99 * (len(gap) - 1))], "sampler_gap_max": gap[-1]} if gap else {}),
+            "good_logprob": ranks.mean(x.sampler_BT[good]),
+            **more, "sampled_tokens": sampled, "tokens_per_s": sampled / laps["sample_s"],
+            "cached_share": reused / max(1, reused + ranks.all_sum(engine.counters["prefilled_tokens"])), **laps, "step_s": ranks.all_max(clock.total)})
+        start = (step * self.config.keep_trajectories) % len(everyone) // group * group
+        rows = []
+        for b in range(start - first, min(start + self.config.keep_trajectories, len(everyone)) - first):
+            if 0 <= b < len(trajectories):
+                t = trajectories[b]
+                span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.ids))
+                rows.append(trajectory_row(
+                    t, step=step, split="train", parts=parts[b], tokenizer=tokenizer, advantage=_per_token(x.advantages_BT[b, span], x.trained_BT[b, span]),
+                    ratio=(x.old_BT[b, span] - x.sampler_BT[b, span]).exp().tolist(), trained=x.trained_BT[b, span].tolist()))
+        append(self.folder / "trajectories.jsonl", ranks.gather(rows))
+        self.watch()
+        if more.get("skipped_steps") or more.get("value_skipped_steps"):
+            self._keep_skipped(step, trajectories, parts, x, more)
+
+    def _keep_skipped(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], x: Experience, more: dict) -> None:
+        """skipped/step-N.pt: the batch whose gradient was not finite, for `torch.load`. UserError if that has happened in
+        STOP_AFTER_SKIPPED steps in a row."""
+        tensors = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if getattr(x, f.name) is not None}
+        buffer = io.BytesIO()
+        torch.save({"step": step, "metrics": more, "prompts": [t.prompt for t in trajectories], "responses": [t.response for t in trajectories],
+                    "rewards": list(parts), **{k: v.detach().cpu().clone() for k, v in tensors.items()}}, buffer)
+        folder = self.folder / "skipped"
+        with disk(folder):
+            folder.mkdir(exist_ok=True)
+        write_atomic(folder / f"step-{step}.pt", buffer.getvalue())
+        rows = [r for r in map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines()) if r["kind"] == "train"][-STOP_AFTER_SKIPPED:]
+        print(f"{_clear()}step {step}: the gradient was not finite and changed nothing; its batch is in {folder / f'step-{step}.pt'}", file=sys.stderr, flush=True)
+        if len(rows) == STOP_AFTER_SKIPPED and all(r.get("skipped_steps") or r.get("value_skipped_steps") for r in rows):
+            raise UserError(f"the gradient was not finite in {STOP_AFTER_SKIPPED} steps in a row, up to step {step}; the batches are in {folder}: look "
+                            "at them, and try a lower --lr under another --name")
+
+    def watch(self) -> None:
+        """Say every new sign of collapse once. With --stop-on-collapse a collapse is like a signal: the method saves, then stops."""
+        if ranks.rank():  # the first one keeps the metrics; the others learn of a stop as of a signal
+            return
+        signs = health.check(self.train_lines)
+        for sign in signs:
+            if sign.warns and sign.rule.name not in self.warned:
+                self.warned.add(sign.rule.name)
+                print(f"{_clear()}warning, {sign}", file=sys.stderr, flush=True)
+        if self.config.stop_on_collapse and self.train_lines[-1]["step"] < self.total and (why := health.collapse(signs)):
+            self.collapse, self.asked = why, self.asked or "collapse"
 
     def log_eval(self, step: int, trajectories: Sequence[Trajectory], parts: Sequence[dict], tokenizer) -> dict:
-        """Log an evaluation; returns its metrics with "scores", the run's own metric for each question."""
+        """Log an evaluation, of all ranks; returns its metrics with "scores", the run's own metric for each question."""
         metrics = eval_metrics(self.metric, trajectories, parts)
         self.log("eval", step, metrics)
         append(self.folder / "trajectories.jsonl", (trajectory_row(t, step=step, split="eval", parts=p, tokenizer=tokenizer)
@@ -288,23 +375,32 @@ class Run:
 
     # -- checkpoints
     def save(self, step: int, trained: dict) -> None:
-        """checkpoint/step-N/: state.pt (state_dicts of `trained`) and its checksum, complete or not there; the two newest are kept."""
+        """checkpoint/step-N/: state.pt (state_dicts of `trained`) and its checksum, complete or not there; the two newest are kept.
+
+        With several ranks the first one writes whole tensors, so that any number of ranks can go on."""
+        states = {k: ranks.whole_state(v) for k, v in trained.items()}
+        if ranks.rank() == 0:
+            self._write_checkpoint(step, states)
+        ranks.broadcast(None)  # nobody goes on, or ends, before it is on the disk
+        self.saved = step
+
+    def _write_checkpoint(self, step: int, states: dict) -> None:
         folder = self.folder / "checkpoint"
         part, target = folder / f".step-{step}.part", folder / f"step-{step}"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        for left in folder.glob(".step-*.part"):  # by a process that was killed while it saved
+            shutil.rmtree(left)
         buffer = io.BytesIO()
-        torch.save({"step": step, "wall_s": self.wall_s, "before": self.before, **{k: v.state_dict() for k, v in trained.items()}}, buffer)
+        torch.save({"step": step, "wall_s": self.wall_s, "before": self.before, **states}, buffer)
         try:
-            write_atomic(part / "state.pt", buffer.getvalue())
-            write_atomic(part / "checksum", hashlib.blake2b(buffer.getbuffer()).hexdigest())
-        except OSError as error:
+            with disk(target):
+                part.mkdir(parents=True)
+                write_atomic(part / "state.pt", buffer.getvalue())
+                write_atomic(part / "checksum", hashlib.blake2b(buffer.getbuffer()).hexdigest())
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(part, target)
+                fsync_folder(folder)
+        finally:
             shutil.rmtree(part, ignore_errors=True)
-            raise UserError(f"cannot write the checkpoint of step {step} to {folder} ({error.strerror}); the last good one stays; "
-                            "make room, then go on with --resume") from error
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(part, target)
-        fsync_folder(folder)
         for old in sorted(self.checkpoints(), reverse=True)[2:]:
             shutil.rmtree(folder / f"step-{old}")
 
@@ -313,7 +409,16 @@ class Run:
 
     def restore(self, trained: dict) -> int:
         """Load the newest checkpoint that is whole into `trained`; returns the steps done. What was logged after it is taken back, since
-        those steps will be run again."""
+        those steps will be run again. With several ranks the first one reads and hands out."""
+        state = self._read_checkpoint() if ranks.rank() == 0 else None
+        step = ranks.broadcast(state["step"] if state else -1)
+        if step >= 0:
+            self.before = ranks.broadcast(state and state["before"])
+            for name, x in trained.items():
+                ranks.load_whole_state(x, state and state[name])
+        return max(step, 0)
+
+    def _read_checkpoint(self) -> dict | None:
         state = None
         for step in sorted(self.checkpoints(), reverse=True):
             folder = self.folder / "checkpoint" / f"step-{step}"
@@ -327,19 +432,27 @@ class Run:
                 print(f"checkpoint {folder} cannot be used ({error}); trying the one before", file=sys.stderr, flush=True)
         step = state["step"] if state else -1
         if state:
-            self.earlier_s, self.before = state["wall_s"], state["before"]
-            for name, x in trained.items():
-                x.load_state_dict(state[name])
+            self.earlier_s = state["wall_s"]
+        # the last evaluation comes after the last checkpoint
+        again = lambda row: row["step"] == self.total and (row.get("kind") in ("eval", "transfer") or row.get("split") == "eval")
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             path = self.folder / name
             if path.exists():
-                kept = [line for line in path.read_text().splitlines() if _is_json(line) and json.loads(line)["step"] <= step]
+                kept = [line for line in path.read_text().splitlines() if _is_json(line) and (row := json.loads(line))["step"] <= step and not again(row)]
                 write_atomic(path, "".join(line + "\n" for line in kept))
+                self.train_lines += [row for row in map(json.loads, kept) if row.get("kind") == "train"]
         print(f"resuming {self.folder} after step {step}" if state else f"{self.folder} has no usable checkpoint; starting at step 0", flush=True)
-        return max(step, 0)
+        return state
 
     def stop_if_asked(self, step: int) -> None:
-        if self.signal:
+        """Raise Interrupted after a signal or a collapse, if step `step` is saved (a signal may come just after the decision to save) or is 0:
+        before the first step there is nothing to save, and a run that goes on begins anew."""
+        if self.signal and not step:
+            raise Interrupted(f"{self.folder} was before its first step; the same command with --resume goes on")
+        if self.stopping and self.saved == step and self.collapse:
+            raise Interrupted(f"{self.folder} has collapsed ({self.collapse}) and is saved at step {step}. See make report RUN={self.folder}; "
+                              "the same command with --resume --no-stop-on-collapse goes on all the same", code=3)
+        if self.stopping and self.saved == step:
             raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
 
     # -- end
@@ -362,7 +475,14 @@ class Run:
 
 HEADLINES = ("em", "accuracy", "names", "format", "irrelevance", "f1", "em_1hop", "em_2hop", "f1_1hop", "f1_2hop", "calls", "code", "productivity",
              "answered", "valid_call_rate", "step_label", "loss", "kept", "items", "n")
-RESUME_MAY_CHANGE = ("resume", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
+STOP_AFTER_SKIPPED = 3  # steps in a row whose gradient was not finite
+RESUME_MAY_CHANGE = ("resume", "stop_on_collapse", "steps", "save_every", "eval_every", "threads", "keep_trajectories")
+
+
+def outline(t: Trajectory) -> Trajectory:
+    """What the metrics read of a trajectory: its tokens and who wrote them, no text."""
+    return dataclasses.replace(t, prompt="", prompt_ids=[], logprobs=[], segments=[dataclasses.replace(s, text="") for s in t.segments],
+                               calls=[dataclasses.replace(c, trajectory=None) for c in t.calls])
 
 
 def trajectory_row(t: Trajectory, *, step: int, split: str, parts: dict[str, float], tokenizer, advantage: float | list | None = None,
@@ -397,7 +517,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     sampled = sum(sum(t.mask) for t in trajectories)
     not_answers = sum(t.turns - (t.stop == "answer") for t in trajectories)
     out = {"calls": len(calls) / n, "turns": sum(t.turns for t in trajectories) / n, "response_tokens": sampled / n,
-           "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n,
+           "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n, "repetition": repetition(trajectories),
            **{f"call_{kind}": mean(c.outcome == kind for c, _ in calls) for kind in sorted({"ok", *(c.outcome for c, _ in calls)})},
            "productivity": sum(p[metric] for p in parts) / len(calls) if calls else math.nan,
            "valid_call_rate": len(calls) / not_answers if not_answers else math.nan, "tools_s": sum(c.run_s for c, _ in calls)}
@@ -407,6 +527,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     for t in trajectories:
         out[f"stop_{t.stop}"] = out.get(f"stop_{t.stop}", 0.0) + 1 / n
     return out
+
+
+def repetition(trajectories: Sequence[Trajectory], n: int = 4) -> float:
+    """Share of n-grams of sampled tokens that stood earlier in the same turn; NaN where no turn has n tokens."""
+    grams = [list(zip(*(t.ids[s.start + i:s.end] for i in range(n)))) for t in trajectories for s in t.segments if s.author == "model"]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(g)) for g in grams) / total if total else math.nan
 
 
 def part_means(parts: Sequence[dict]) -> dict[str, float]:
@@ -485,21 +612,39 @@ def _clear() -> str:
     return "\r\x1b[K" if sys.stdout.isatty() else ""
 
 
+@contextmanager
+def disk(path: Path):
+    """A disk that is full, read-only or gone becomes one sentence about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error}): free or mend the disk; what was saved before has stayed") from error
+
+
 def append(path: Path, rows: Iterable[dict]) -> None:
-    with path.open("a", encoding="utf-8") as f:
+    """Add lines to a file of JSON lines. UserError if the disk does not take them; half a line is dropped by the next --resume."""
+    if ranks.rank():  # the first rank writes
+        return
+    with disk(path), path.open("a", encoding="utf-8") as f:
         for row in rows:
             f.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Temp file in the same folder, fsync, rename: the old content or the new, never half."""
+    """Temp file in the same folder, fsync, rename: the old content or the new, never half. UserError if the disk does not take it."""
+    if ranks.rank():
+        return
     part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as f:
-        f.write(content.encode() if isinstance(content, str) else content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
-    fsync_folder(path.parent)
+    with disk(path):
+        try:
+            with part.open("wb") as f:
+                f.write(content.encode() if isinstance(content, str) else content)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -517,9 +662,11 @@ def peak_memory_mb() -> float:
 
 def set_up_torch(seed: int, threads: int, device: str) -> None:
     """Seed and CPU threads (0: one per core). On a CPU only operations that add up in a fixed order: by default the gradients of a prompt
-    that a group shares are summed in whatever order the threads come, and two runs of one seed drift apart from the last bit on."""
+    that a group shares are summed in whatever order the threads come, and two runs of one seed drift apart from the last bit on. Where torchrun
+    started several ranks, they meet here."""
+    ranks.start(device)
     torch.manual_seed(seed)
-    torch.set_num_threads(threads or os.cpu_count())
+    torch.set_num_threads(threads or max(1, os.cpu_count() // ranks.on_this_machine()))
     torch.use_deterministic_algorithms(device == "cpu")
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common import losses
+from common import UserError, losses, ranks
 from common.policy import Critic, optimizer_step, pack, token_logprobs
 from common.rollout import fit
 
@@ -39,15 +39,30 @@ class Experience:
 
 
 def micro_batches(lengths_B: Tensor, rows: Sequence[int], micro_tokens: int) -> Iterator[list[int]]:
-    """`rows` in groups of at most `micro_tokens` padded tokens."""
-    for group in pack(lengths_B[list(rows)].tolist(), micro_tokens):
+    """`rows` in groups of at most `micro_tokens` padded tokens; with several ranks equally many on each, those too few made up by empty ones."""
+    groups = pack(lengths_B[list(rows)].tolist(), micro_tokens)
+    groups += [[]] * (ranks.all_max(len(groups)) - len(groups))
+    for group in groups:
         yield [rows[i] for i in group]
 
 
+def empty_pass(model, prompts: bool = True) -> None:
+    """What a rank does in an empty micro-batch: other ranks' passes, forward and backward, wait for its shards of the weights. `prompts`: they
+    compute prompts apart from responses."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    nothing, starts = ids.bool(), torch.ones_like(ids[:, 0]) if prompts else None
+    out = model(ids) if isinstance(model, Critic) else token_logprobs(model, ids, nothing, 1.0, starts_B=starts)[0]
+    if torch.is_grad_enabled():
+        torch.where(nothing, out, 0.0).sum().backward()
+
+
 def mini_batches(n: int, updates: int, *, seed: int, step: int) -> list[list[int]]:
-    """Row numbers of the optimiser steps on one rollout batch: shuffled, a pure function of (seed, step), when there are several."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + step)) if updates > 1 else torch.arange(n)
-    return [part.tolist() for part in order.chunk(updates)]
+    """Row numbers of the optimiser steps on one rollout batch: shuffled, a pure function of (seed, step), when there are several.
+
+    With several ranks, of n rows here, the batch of all of them is shuffled and cut, and each takes part with its own rows."""
+    total, first = ranks.all_sum(n), ranks.before(n)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1_000_003 + step)) if updates > 1 else torch.arange(total)
+    return [[i - first for i in part.tolist() if first <= i < first + n] for part in order.chunk(updates)]
 
 
 @torch.no_grad()
@@ -55,6 +70,9 @@ def score(model, ids_BT: Tensor, lengths_B: Tensor, starts_B: Tensor, mask_BT: T
     """logp_BT of the masked tokens, no gradient."""
     out_BT = torch.full(ids_BT.shape, math.nan, device=ids_BT.device)
     for rows in micro_batches(lengths_B, range(len(ids_BT)), micro_tokens):
+        if not rows:
+            empty_pass(model)
+            continue
         width = int(lengths_B[rows].max())
         out_BT[rows, :width] = token_logprobs(model, ids_BT[rows, :width], mask_BT[rows, :width], temperature, starts_B=starts_B[rows])[0]
     return out_BT
@@ -65,6 +83,9 @@ def values(critic: Critic, ids_BT: Tensor, lengths_B: Tensor, *, micro_tokens: i
     """values_BT of the critic, no gradient; NaN on padding and first tokens."""
     out_BT = torch.full(ids_BT.shape, math.nan, device=ids_BT.device)
     for rows in micro_batches(lengths_B, range(len(ids_BT)), micro_tokens):
+        if not rows:
+            empty_pass(critic)
+            continue
         width = int(lengths_B[rows].max())
         out_BT[rows, :width] = critic(ids_BT[rows, :width])
     return out_BT
@@ -78,12 +99,16 @@ def policy_step(model, optimizer, x: Experience, rows: Sequence[int], *, lr: flo
 
     The denominator is computed once for all rows, before the micro-batches, so the gradient does not depend on how they are cut.
     Rows whose advantages are all exactly zero add nothing to the gradient and are skipped, unless a KL or entropy term needs them.
+    A gradient that is not finite changes nothing but the metric skipped_steps; `Run.log_train` keeps the batch.
     """
     denominator = losses.denominator(x.trained_BT[list(rows)], aggregation, budget_tokens)
     needed = [b for b in rows if kl or entropy or bool((x.advantages_BT[b] != 0).any())]
     tokens, sums = 0, {"entropy": 0.0, "kl": 0.0, "clip_fraction": 0.0, "policy_ratio_mean": 0.0}
     low, high = math.inf, -math.inf
     for part in micro_batches(x.lengths_B, needed, micro_tokens):
+        if not part:
+            empty_pass(model)
+            continue
         ids, mask, sampled, sampler, old, adv = x.cut(part, x.ids_BT, x.trained_BT, x.sampled_BT, x.sampler_BT, x.old_BT, x.advantages_BT)
         logp, entropy_BT = token_logprobs(model, ids, mask, temperature, starts_B=x.starts_B[part], entropy=True)
         if bool(old[mask].isnan().any()):  # first and only update: this is the old policy
@@ -105,10 +130,13 @@ def policy_step(model, optimizer, x: Experience, rows: Sequence[int], *, lr: flo
         sums["entropy"] += float(entropy_BT.detach()[mask].sum())
         sums["clip_fraction"] += n * losses.clip_fraction(logp, old, adv, mask, clip_low, clip_high)
         sums["policy_ratio_mean"] += n * ratio["mean"]
-    if not needed:
-        return {"grad_norm": 0.0, "lr": lr}
-    out = {k: v / tokens for k, v in sums.items() if k != "kl" or kl}
-    return {**out, "policy_ratio_min": low, "policy_ratio_max": high, "grad_norm": optimizer_step(model, optimizer, max_grad_norm, lr), "lr": lr}
+    if not ranks.all_sum(len(needed)):
+        return {"grad_norm": 0.0, "lr": lr, "skipped_steps": 0}
+    tokens = ranks.all_sum(tokens)
+    out = {k: ranks.all_sum(v) / tokens for k, v in sums.items() if k != "kl" or kl}
+    norm = optimizer_step(model, optimizer, max_grad_norm, lr)
+    return {**out, "policy_ratio_min": ranks.all_min(low), "policy_ratio_max": ranks.all_max(high), "grad_norm": norm, "lr": lr,
+            "skipped_steps": int(not math.isfinite(norm))}
 
 
 def critic_step(critic: Critic, optimizer, x: Experience, rows: Sequence[int], values_BT: Tensor, returns_BT: Tensor, steps_BT: Tensor, *,
@@ -116,29 +144,40 @@ def critic_step(critic: Critic, optimizer, x: Experience, rows: Sequence[int], v
     """One optimiser step of the critic on some rows; `steps_BT` are the tokens whose value is learned."""
     denominator, total = losses.denominator(steps_BT[list(rows)], "token"), 0.0
     for part in micro_batches(x.lengths_B, rows, micro_tokens):
+        if not part:
+            empty_pass(critic)
+            continue
         ids, mask, old, returns = x.cut(part, x.ids_BT, steps_BT, values_BT, returns_BT)
         loss = losses.value_loss(critic(ids), old, returns, mask, clip=value_clip, denominator=denominator)
         loss.backward()
         total += float(loss.detach())
-    optimizer_step(critic, optimizer, max_grad_norm, lr)
+    norm = optimizer_step(critic, optimizer, max_grad_norm, lr)
     picked, old = returns_BT[steps_BT], values_BT[steps_BT]
-    return {"value_loss": total, "value_explained": float(1 - (picked - old).var() / picked.var().clamp(min=1e-8))}
+    (_, error), (_, variance) = ranks.mean_and_variance(picked - old), ranks.mean_and_variance(picked)
+    return {"value_loss": ranks.all_sum(total), "value_explained": float(1 - error / variance.clamp(min=1e-8)), "value_skipped_steps": int(not math.isfinite(norm))}
 
 
 def supervised_step(model, optimizer, rows: Sequence[tuple[list[int], list[int]]], *, lr: float, micro_tokens: int, max_grad_norm: float) -> float:
-    """One step of plain language modelling on (ids, mask) rows, mean over their masked tokens; returns that loss in nats per token."""
+    """One step of plain language modelling on (ids, mask) rows, mean over their masked tokens; returns that loss in nats per token.
+    Several ranks are handed the same rows, and each takes its share. UserError if the
+    gradient is not finite: nothing random was sampled, so the next step would hardly be better."""
+    tokens, total, rows = sum(sum(mask) for _, mask in rows), 0.0, [rows[b] for b in ranks.share(len(rows))]
     lengths_B = torch.tensor([len(ids) for ids, _ in rows])
     pad = lambda row, n: row + [0] * (n - len(row))
     device = next(model.parameters()).device
-    tokens, total = sum(sum(mask) for _, mask in rows), 0.0
     for part in micro_batches(lengths_B, range(len(rows)), micro_tokens):
+        if not part:
+            empty_pass(model, prompts=False)
+            continue
         width = int(lengths_B[part].max())
         ids = torch.tensor([pad(rows[b][0], width) for b in part], device=device)
         mask = torch.tensor([pad(rows[b][1], width) for b in part], dtype=torch.bool, device=device)
         loss = -torch.where(mask, token_logprobs(model, ids, mask, 1.0)[0], 0.0).sum() / tokens
         loss.backward()
         total += float(loss.detach())
-    optimizer_step(model, optimizer, max_grad_norm, lr)
+    norm, total = optimizer_step(model, optimizer, max_grad_norm, lr), ranks.all_sum(total)
+    if not math.isfinite(norm):
+        raise UserError(f"the gradient of a supervised step is not finite (norm {norm}, loss {total:.3g}, learning rate {lr:.3g}): lower its learning rate")
     return total
 
 
@@ -154,9 +193,10 @@ def demonstration_row(prompt: str, segments: Sequence[tuple[str, str]], tokenize
 
 
 def joined(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimiser steps as one: means, and the extremes of minima and maxima."""
+    """Metrics of several optimiser steps as one: means, the extremes of minima and maxima, and the number of skipped steps."""
     out = {}
     for key in dict.fromkeys(k for s in steps for k in s):
         found = [s[key] for s in steps if key in s]
-        out[key] = min(found) if key.endswith("_min") else max(found) if key.endswith("_max") else sum(found) / len(found)
+        out[key] = (min(found) if key.endswith("_min") else max(found) if key.endswith("_max") else sum(found) if key.endswith("skipped_steps") else
+                    sum(found) / len(found))
     return out

@@ -1,5 +1,5 @@
-"""Supervised warm-up before RL (ours, no paper's): for models that never follow a search protocol on their own, traces built by rule from
-the run's questions and its search engine. How a trace is worded is each method's own."""
+"""Supervised warm-up before RL (ours, no paper's): for models that never follow a protocol on their own, traces built by rule from the run's
+questions and its search engine, or from worked solutions. How a trace is worded is each method's own."""
 import re
 from collections.abc import Callable, Sequence
 
@@ -24,6 +24,23 @@ def found_by_rule(example: Example, search: Tool) -> tuple[str, str, str] | None
     return None
 
 
+def program_by_rule(example: Example) -> str | None:
+    """A program that prints the answer: from the tiny world's expression, or from the marked sums of a GSM8K solution (<<48/2=24>>), in which
+    a number that an earlier sum gave is called by its name. None where a solution has no marks, or one that Python cannot read."""
+    if "expression" in example.meta:
+        return f"print({example.meta['expression']})"
+    lines, names = [], {}
+    for expression, value in re.findall(r"<<([^<>=]+)=([^<>=]+)>>", example.meta.get("solution", "")):
+        expression = re.sub(r"\d+(?:\.\d+)?", lambda m: names.get(m[0], m[0]), expression.replace(",", "").replace("%", "/100").strip())
+        try:
+            compile(expression, "", "eval")
+        except SyntaxError:  # such as 2x=10, or 007
+            return None
+        names[value.replace(",", "").strip()] = name = f"x{len(lines) + 1}"
+        lines.append(f"{name} = {expression}")
+    return "\n".join([*lines, f"print(x{len(lines)})"]) if lines else None
+
+
 def warm_up(cfg, model, tokenizer, train_set: Sequence[Example], render: Callable[[Example], str],
             demonstrate: Callable[[Example], list[tuple[str, str]] | None], wrap: Callable[[str], str], run: Run) -> None:
     """`cfg.warmup` supervised steps on the first `cfg.warmup_traces` questions for which `demonstrate` finds a trace: (author, text)
@@ -40,3 +57,4 @@ def warm_up(cfg, model, tokenizer, train_set: Sequence[Example], render: Callabl
         loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.warmup, cfg.warmup_lr, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)

@@ -1,0 +1,1 @@
+import common  # before a method imports torch: it sets how torch's threads wait

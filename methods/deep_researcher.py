@@ -16,7 +16,8 @@ The method, step by step:
   6. `train`: advantages from the group (GRPO), clipped policy gradient over the tokens the model sampled, k3 KL in the loss.
 
 Kept from the paper: tools, two forms of a turn, a malformed call ends the trajectory, three queries a search, only addresses that the last
-search found, portions of 40,960 characters, reward, GRPO with 16 samples, all hyper-parameters in the preset `paper`. Changed, and why:
+search found, portions of 40,960 characters, reward, GRPO with 16 samples, all hyper-parameters in the preset `paper`.
+Changed, and why:
   - token in, token out: the original renders calls anew from parsed JSON and tokenises the whole dialogue again at its end
     (scrl/llm_agent/generation.py); here turns stay as they were sampled, and the template's words between them are worked out once.
   - the reward reads only what the model wrote (`score_scope`): in the original a tag in a web page costs -1 (format_and_f1.py).
@@ -45,12 +46,12 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.chat import next_user_turn
 from common.data import Example, order, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.plan import print_plan
-from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Segment, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
@@ -66,10 +67,11 @@ from common.web import DiskCache, Fetcher, PageFailure, Reader, WebSearch, open_
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/deep_researcher/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper (training curves)")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -77,6 +79,7 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "code train_grpo.sh")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
     eval_questions: int = setting(200, "held-out questions", "ours")
@@ -92,17 +95,17 @@ class Config:
     cache_days: float = setting(7.0, "days a kept result is good for", "code generation.py", "days")
     page_s: float = setting(10.0, "longest fetch of a page", "ours", "seconds")
     page_bytes: int = setting(4 << 20, "largest page, as sent and unpacked", "ours", "bytes")
-    reader: str = setting("text", "who reads pages: text (they are passed on as they are), policy, a model (as --model), or an OpenAI-compatible endpoint (http...)", "code reading agent")
-    reader_model: str = setting("", "name of the model at the endpoint; its key: OPENAI_API_KEY", "code reading agent")
+    reader: str = setting("text", "who reads pages: text (they are passed on as they are), policy, a model (as --model), or an OpenAI-compatible endpoint (http...)", "code scrl/handler/ (reading agent)")
+    reader_model: str = setting("", "name of the model at the endpoint; its key: OPENAI_API_KEY", "code scrl/handler/ (reading agent)")
     reader_tokens: int = setting(2048, "policy or model as reader: longest question with its portion of a page, and answer", "ours", "tokens")
     reader_answer_tokens: int = setting(256, "longest note of a reader", "ours", "tokens")
-    portion_chars: int = setting(40960, "length of the portions in which a page is read", "code reading agent", "characters")
+    portion_chars: int = setting(40960, "length of the portions in which a page is read", "code scrl/handler/ (reading agent)", "characters")
     portions: int = setting(10, "most portions of one page that are read", "ours")
     # rollout
     prompts: int = setting(6, "questions per step", "code train_grpo.sh")
-    samples: int = setting(16, "trajectories per question (the group)", "code train_grpo.sh")
+    samples: int = setting(16, "trajectories per question (GRPO's group size)", "code train_grpo.sh")
     max_turns: int = setting(6, "turns in all; the call of the last one is not run", "code train_grpo.sh")
-    answer_turn: bool = setting(False, "one more turn, so that max_turns calls and then an answer are possible", "paper (ten calls)")
+    answer_turn: bool = setting(False, "one more turn, so that max_turns calls and then an answer are possible", "paper (ten calls)", published=True)
     browse: bool = setting(True, "offer browse_webpage; off: search alone", "code generation.py (rag)")
     queries: int = setting(3, "queries of a search that are run", "code generation.py")
     topk: int = setting(2, "hits per query", "code generation.py")
@@ -115,15 +118,15 @@ class Config:
     observation_tokens: int = setting(192, "longest tool result", "ours", "tokens")
     trajectory_tokens: int = setting(704, "longest trajectory after the prompt", "code train_grpo.sh", "tokens")
     # reward
-    reward: Literal["f1", "em"] = setting("f1", "word F1 (sets of words), or exact match; -1 for a broken format", "paper (reward); code format_and_f1.py")
+    reward: Literal["f1", "em"] = setting("f1", "word F1 (sets of words), or exact match; -1 for a broken format", "code format_and_f1.py; paper (reward)")
     score_scope: Literal["model", "response"] = setting(
-        "model", "text the format is checked in: what the model wrote; with tool results too, as the original", "code format_and_f1.py")
+        "model", "text the format is judged on: what the model wrote; with results too, as the original", "code format_and_f1.py", published="response")
     # learning
-    mask_observations: bool = setting(True, "leave tool results out of policy loss, KL and entropy", "code dp_actor.py")
+    mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "code dp_actor.py")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code train_grpo.sh")
     lr: float = setting(3e-4, "learning rate of the policy (AdamW)", "code train_grpo.sh")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "ours", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "ours")
     max_grad_norm: float = setting(1.0, "gradient clipping", "ours")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code train_grpo.sh")
@@ -135,9 +138,9 @@ class Config:
     optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
     optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised warm-up (not part of the paper)
-    lesson: int = setting(120, "supervised steps before RL that teach to write a name into a call, nothing else", "ours", "steps")
+    lesson: int = setting(120, "supervised steps before RL that teach to write a name into a call, nothing else", "ours")
     lesson_lr: float = setting(1e-3, "peak learning rate of the lesson", "ours")
-    warmup: int = setting(24, "supervised steps on traces built by rule, before RL", "ours", "steps")
+    warmup: int = setting(24, "supervised steps on traces built by rule, before RL", "ours")
     warmup_traces: int = setting(96, "traces for the warm-up", "ours")
     warmup_lr: float = setting(5e-4, "learning rate of the warm-up", "ours")
 
@@ -330,11 +333,13 @@ def train(cfg: Config) -> None:
     offered = TOOLS if cfg.browse else TOOLS[:1]
     train_set, eval_set = load_data(cfg)
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
+    group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
+    shard(model, reference)  # over the ranks, where there are several
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns - 1 + cfg.answer_turn)
-    engine = HFEngine(model, tokenizer, max_slots=max(cfg.prompts * cfg.samples, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     engine_for, pages = open_web(cfg, train_set + eval_set)
     reader, policy_reader = open_reader(cfg.reader, model, tokenizer, endpoint_model=cfg.reader_model, max_length=cfg.reader_tokens, max_tokens=cfg.reader_answer_tokens)
     tools = {"web_search": Tool(lambda calls: [search_pages(c, engine_for(c.example), cfg) for c in calls], deadline_s=300),
@@ -354,7 +359,7 @@ def train(cfg: Config) -> None:
         """Greedy answers to the held-out questions, and their reward parts."""
         sync()
         trajectories = rollout(engine, tokenizer, eval_prompts, act, tools, budget, pool, temperature=0.0)
-        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "f1", cfg, *answer_eval())
@@ -370,15 +375,15 @@ def train(cfg: Config) -> None:
                     lambda e: demonstration(e, tools, tokenizer.eos_token), wrap, run)
         if cfg.lesson or cfg.warmup:
             run.log_eval(0, *answer_eval(), tokenizer)
-            if reference:  # the start model of RL
+            if reference:  # RL starts here, and stays near here
                 reference.load_state_dict(model.state_dict())
 
     for step in range(first, cfg.steps):
         # 1. sample
         clock = Clock()
         sync()
-        prompts, skipped = prompts_of([train_set[i] for i in order(cfg.seed, step, len(train_set), cfg.prompts)])
-        trajectories = rollout(engine, tokenizer, prompts, act, tools, budget, pool, samples=cfg.samples, temperature=cfg.temperature,
+        prompts, skipped = prompts_of([train_set[i] for i in order(cfg.seed, step, len(train_set), n_prompts)])
+        trajectories = rollout(engine, tokenizer, prompts, act, tools, budget, pool, samples=group, temperature=cfg.temperature,
                                seed=cfg.seed, step=step)
         clock.lap("sample_s")
 
@@ -393,7 +398,7 @@ def train(cfg: Config) -> None:
         ref_BT = score_with(reference) if reference else None
 
         # 3. advantages
-        advantages_BT = losses.group_advantages(rewards_B.view(-1, cfg.samples)).view(-1, 1).expand_as(nan_BT)
+        advantages_BT = losses.group_advantages(rewards_B.view(-1, group)).view(-1, 1).expand_as(nan_BT)
         clock.lap("logprob_s")
 
         # 4. update
@@ -402,16 +407,16 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens * budget.turns, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
                 entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
         clock.lap("update_s")
 
         # 5. log, evaluate, save
-        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, cfg.samples,
+        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group,
                       {**joined(done), "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 
@@ -429,13 +434,13 @@ def turn_of(thought: str, name: str, argument: str) -> str:
     return f" {thought} </think>\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
-def demonstration(example: Example, tools: dict[str, Tool], eos: str) -> list[tuple[str, str]] | None:
+def demonstration(example: Example, tools: dict[str, Tool], end: str) -> list[tuple[str, str]] | None:
     """A trace built by rule: search a name of the question, read its page, and if the answer is not in it do the same with a name from that
     page. (author, text) segments, or None where the rule finds nothing."""
     t = Trajectory(example, 0, 0, "", [])
 
     def use(thought: str, name: str, argument: str) -> str:
-        t.segments.append(Segment("model", turn_of(thought, name, argument) + eos, 0, 0))
+        t.segments.append(Segment("model", turn_of(thought, name, argument) + end, 0, 0))
         t.calls.append(ToolCall(name, json.dumps([argument]), example, trajectory=t))
         text = str(tools[name].run(t.calls[-1:])[0])
         t.segments.append(Segment("tool", text, 0, 0))
@@ -449,7 +454,7 @@ def demonstration(example: Example, tools: dict[str, Tool], eos: str) -> list[tu
 
     def answered(page: str) -> list[tuple[str, str]] | None:
         gold = next((g for g in example.answers if NORMALISE(g) and f" {NORMALISE(g)} " in f" {NORMALISE(page)} "), None)
-        return [*((s.author, s.text) for s in t.segments), ("model", f" Now I can answer. </think>\n<answer> {gold} </answer>{eos}")] if gold else None
+        return [*((s.author, s.text) for s in t.segments), ("model", f" Now I can answer. </think>\n<answer> {gold} </answer>{end}")] if gold else None
 
     for name in sorted(NAME.findall(example.question.split(" ", 1)[-1]), key=len, reverse=True)[:2]:
         t.segments, t.calls = [], []
@@ -488,6 +493,7 @@ def write_names(cfg: Config, model, tokenizer, train_set: list[Example], run: Ru
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         if (step + 1) % 10 == 0:
             run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.data import Example, order, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.maths import last_boxed, maths_equal, maths_self_test
 from common.plan import print_plan
-from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
+from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
@@ -60,11 +60,12 @@ from common.update import Experience, critic_step, demonstration_row, joined, mi
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/otc/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     task: Literal["search", "code"] = setting("search", "which tool: a search engine (on Search-R1) or Python (on ToRL)", "paper §4.1")
-    steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2")
+    steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2/")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -72,27 +73,29 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §4.1")
     train_questions: int = setting(256, "questions of the tiny world, so that each is met again; other data are taken whole", "ours")
+    zero_hop: bool = setting(True, "tiny data: a third of the questions says itself what is asked for; off: one and two look-ups, as Search-R1's", "ours")
     corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (search; needed unless data is tiny)", "paper §4.1")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
     eval_questions: int = setting(200, "held-out questions", "ours")
     eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
-    save_every: int = setting(20, "checkpoint every so many steps", "code scripts/nq_hotpotqa/v0.2")
+    save_every: int = setting(20, "checkpoint every so many steps", "code scripts/nq_hotpotqa/v0.2/")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another prompt; it must hold {question}", "ours")
     # rollout
-    prompts: int = setting(12, "questions per step", "code scripts/nq_hotpotqa/v0.2")
+    prompts: int = setting(12, "questions per step", "code scripts/nq_hotpotqa/v0.2/")
     samples: int = setting(8, "trajectories per question (GRPO's group size; PPO uses 1)", "code train_grpo.sh")
     max_turns: int = setting(3, "turns whose call is run; one more turn may answer", "paper §4.1")
-    topk: int = setting(2, "search: passages per search", "code scripts/nq_hotpotqa/v0.2")
+    topk: int = setting(2, "search: passages per search", "code scripts/nq_hotpotqa/v0.2/")
     sandbox: str = setting("isolated", "code: where programs run: isolated, unsafe, or the URL of a SandboxFusion server", "ours")
-    run_timeout: float = setting(5.0, "code: longest run of a program", "code sandbox default", "seconds")
-    observation_chars: int = setting(256, "code: output of this length or more keeps its first and last half only", "code vllm_rollout_spmd.py", "characters")
-    temperature: float = setting(1.0, "sampling temperature, no top-p", "code scripts/nq_hotpotqa/v0.2")
+    run_timeout: float = setting(5.0, "code: longest run of a program", "code sandbox/server/sandbox_api.py (SandboxFusion)", "seconds")
+    temperature: float = setting(1.0, "sampling temperature, no top-p", "code scripts/nq_hotpotqa/v0.2/")
     prompt_tokens: int = setting(256, "longest prompt; longer ones are skipped and counted", "code train_ppo.sh", "tokens")
     turn_tokens: int = setting(40, "longest model turn", "code train_ppo.sh", "tokens")
-    observation_tokens: int = setting(160, "longest search result", "code train_ppo.sh", "tokens")
+    observation_tokens: int = setting(160, "longest tool result", "code train_ppo.sh", "tokens")
+    observation_chars: int = setting(256, "code: output of this length or more keeps its first and last half only", "code vllm_rollout_spmd.py", "characters")
     trajectory_tokens: int = setting(512, "longest trajectory after the prompt", "code train_ppo.sh", "tokens")
     # reward
     tool_reward: Literal["multiply", "add", "off"] = setting("multiply", "how thrift enters: times right, plus right, or not at all", "paper §3.3")
@@ -100,21 +103,21 @@ class Config:
     c: float = setting(0.0, "smoothing of the tool reward; 0: the limit of calls, max_turns", "paper §4.1")
     # learning
     algorithm: Literal["grpo", "ppo"] = setting("grpo", "group-relative advantages, or a critic", "paper §3.3")
-    mask_observations: bool = setting(True, "leave results and notices out of policy loss, KL and entropy", "code scripts/nq_hotpotqa/v0.2")
+    mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "code scripts/nq_hotpotqa/v0.2/")
     gae_over_documents: bool = setting(True, "PPO: GAE, whitening and value loss see document tokens, as the original; off: skip them", "code core_algos.py")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code train_grpo.sh")
     lr: float = setting(3e-4, "learning rate of the policy (AdamW)", "code train_grpo.sh")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code scripts/nq_hotpotqa/v0.2", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "code scripts/nq_hotpotqa/v0.2/", "steps")
     critic_lr: float = setting(1e-3, "learning rate of the critic", "code train_ppo.sh")
-    critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "code scripts/nq_hotpotqa/v0.2", "steps")
+    critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "code scripts/nq_hotpotqa/v0.2/", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code ppo_trainer.yaml")
     value_clip: float = setting(0.5, "clip range of the critic", "code ppo_trainer.yaml")
     gamma: float = setting(1.0, "discount", "code ppo_trainer.yaml")
     lam: float = setting(1.0, "GAE lambda", "code ppo_trainer.yaml")
-    kl: float = setting(0.0, "KL coefficient: k3 in the loss (GRPO), k1 in the reward (PPO)", "code scripts/nq_hotpotqa/v0.2")
+    kl: float = setting(0.0, "KL coefficient: k3 in the loss (GRPO), k1 in the reward (PPO)", "code scripts/nq_hotpotqa/v0.2/")
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
@@ -122,7 +125,7 @@ class Config:
     optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
     optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # another start (not part of the paper)
-    over_caller: int = setting(0, "tiny data: supervised steps before RL on right traces with needless calls; 0: none", "ours", "steps")
+    over_caller: int = setting(0, "tiny data: supervised steps before RL on right traces with needless calls; 0: none", "ours")
     over_caller_lr: float = setting(1e-3, "peak learning rate of these steps, then a cosine", "ours")
 
 
@@ -284,7 +287,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     if cfg.data == "tiny":
         if cfg.task == "code":
             return problems("train", cfg.train_questions, cfg.seed), problems("eval", cfg.eval_questions)
-        hops = (0, 1, 2)  # a third says in the question what is asked for
+        hops = (0, 1, 2) if cfg.zero_hop else (1, 2)
         return questions("train", cfg.train_questions, cfg.seed, hops), questions("eval", cfg.eval_questions, hops=hops)
     if cfg.task == "search" and not cfg.corpus:
         raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")
@@ -296,7 +299,7 @@ def train(cfg: Config) -> None:
     if cfg.plan:
         return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1, reference=cfg.kl > 0, critic=cfg.algorithm == "ppo")
     search, stop, metric = cfg.task == "search", STOPS[cfg.task], "em" if cfg.task == "search" else "accuracy"
-    sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # before torch has threads
+    sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     (scoring.self_test if search else maths_self_test)()
     template = read_template(cfg.template, PROMPTS[cfg.task], "{question}")
@@ -305,13 +308,14 @@ def train(cfg: Config) -> None:
     group = cfg.samples if cfg.algorithm == "grpo" else 1
     n_prompts = cfg.prompts * cfg.samples // group
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     critic = Critic(model) if cfg.algorithm == "ppo" else None
+    shard(model, reference, critic)  # over the ranks, where there are several
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16,
                                       offload=cfg.optimizer_offload) if critic else None
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)} if search else {
         "python": python_tool(sandbox, lambda outcome: observe(outcome, cfg.observation_chars))}, ToolPool()
     environment, fewest = search_environment if search else code_environment, FewestCalls()
@@ -322,7 +326,7 @@ def train(cfg: Config) -> None:
         """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=stop)
-        return trajectories, [reward(grade(t, t.example, cfg), len(t.calls), None, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(grade(t, t.example, cfg), len(t.calls), None, cfg) for t in trajectories])
 
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, metric, cfg, *answer_eval())
@@ -346,9 +350,8 @@ def train(cfg: Config) -> None:
 
         # 2. score
         graded = [grade(t, t.example, cfg) for t in trajectories]
-        for t, g in zip(trajectories, graded):
-            if g[metric]:
-                fewest.see(t.example, len(t.calls))
+        for example, calls in ranks.gather([(t.example, len(t.calls)) for t, g in zip(trajectories, graded) if g[metric]]):
+            fewest.see(example, calls)
         n_of = lambda t: fewest.n.get(t.example.id) if cfg.algorithm == "grpo" else None
         parts = [reward(g, len(t.calls), n_of(t), cfg) for t, g in zip(trajectories, graded)]
         rewards_B = torch.tensor([p["total"] for p in parts], device=cfg.device)
@@ -378,9 +381,9 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens * (cfg.max_turns + 1), temperature=cfg.temperature,
-                kl=cfg.kl if cfg.algorithm == "grpo" else 0.0, kl_kind="k3", entropy=cfg.entropy, importance_cap=cfg.importance_cap,
-                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature,
+                kl=cfg.kl if cfg.algorithm == "grpo" else 0.0, kl_kind="k3",
+                entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
             if critic:
                 done[-1] |= critic_step(critic, critic_optimizer, experience, rows, values_BT, returns_BT, steps_BT, value_clip=cfg.value_clip,
                                         lr=lr_at(step, cfg.steps, cfg.critic_lr, cfg.critic_warmup_steps), micro_tokens=cfg.micro_tokens,
@@ -392,7 +395,7 @@ def train(cfg: Config) -> None:
                       {**joined(done), "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 
@@ -437,6 +440,7 @@ def learn_to_over_call(cfg: Config, model, tokenizer, template: str, run: Run) -
         loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.over_caller, cfg.over_caller_lr, 10, schedule="cosine"), micro_tokens=cfg.micro_tokens,
                                max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 if __name__ == "__main__":

@@ -49,18 +49,19 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.data import Example, load_examples, order, shared_questions, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.plan import print_plan
-from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
-from common.rollout import Budget, Call, End, Prompt, Tool, ToolCall, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.rollout import Budget, Call, End, Prompt, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting, write_atomic
 from common.search import Passage, neutralise
 from common.tiny.world import questions
 from common.tools import search_tool
-from common.update import Experience, demonstration_row, joined, mini_batches, policy_step, score, supervised_step
+from common.update import Experience, joined, mini_batches, policy_step, score
+from common.warmup import found_by_rule, warm_up
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -68,11 +69,12 @@ from common.update import Experience, demonstration_row, joined, mini_batches, p
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2, paper (Qwen) or paper_llama", "ours")
-    name: str = setting("", "name of the run's folder in runs/r1_searcher/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(48, "optimisation steps (one rollout batch each), stage 1 included", "paper §3.3")
     stage1_steps: int = setting(8, "how many of them, the first ones, are stage 1; 0: without stage 1", "paper §2.2")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -80,6 +82,7 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §2.1")
     stage1_data: str = setting("", "questions of stage 1, as --data (default: the same)", "paper §2.1")
     corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (the tiny world needs none)", "paper §3.3")
@@ -88,7 +91,7 @@ class Config:
     eval_every: int = setting(12, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
     save_every: int = setting(24, "checkpoint every so many steps", "ours")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
-    prompt: Literal["base", "instruct"] = setting("base", "plain text, or the chat template with a system message", "paper §2.2.2")
+    prompt_style: Literal["base", "instruct"] = setting("base", "plain dialogue, or system and user message through the chat template", "paper §2.2.2")
     template: str = setting("", "file with another prompt; base: it must hold {question}; instruct: the system message", "ours")
     # data selection
     select: bool = setting(False, "instead of training, sort questions by difficulty and write stage_1.jsonl and stage_2.jsonl", "paper §2.1")
@@ -99,30 +102,30 @@ class Config:
     # rollout
     prompts: int = setting(12, "questions per step", "code scripts/")
     stage1_prompts: int = setting(0, "questions per step in stage 1; 0: as many", "code scripts/")
-    samples: int = setting(8, "trajectories per question", "code scripts/")
-    max_turns: int = setting(3, "segments whose search is run; one more segment may answer", "code experience_maker.py")
-    topk: int = setting(2, "documents per search", "code experience_maker.py")
+    samples: int = setting(8, "trajectories per question (the group of the baseline)", "code scripts/")
+    max_turns: int = setting(3, "turns whose call is run; one more turn may answer", "code experience_maker.py")
+    topk: int = setting(2, "passages per search", "code experience_maker.py")
     temperature: float = setting(1.0, "sampling temperature, no top-p", "paper §3.3")
     prompt_tokens: int = setting(256, "longest prompt; longer ones are skipped and counted", "ours", "tokens")
-    turn_tokens: int = setting(40, "longest segment", "code experience_maker.py", "tokens")
-    observation_tokens: int = setting(160, "longest search result", "ours", "tokens")
+    turn_tokens: int = setting(40, "longest model turn", "code experience_maker.py", "tokens")
+    observation_tokens: int = setting(160, "longest tool result", "ours", "tokens")
     trajectory_tokens: int = setting(512, "longest trajectory after the prompt", "ours", "tokens")
     # reward
     stage1_reward: Literal["paper", "code"] = setting("paper", "search and format; or these and +1 or -1 for covering the answer", "paper §2.2.1")
     reward: Literal["f1", "cover_em", "em"] = setting("f1", "stage 2: word F1; or +1 or -1 for covering or matching the answer", "paper §4.2")
     family: Literal["qwen", "llama", "paper"] = setting("qwen", "whose format rules and penalty: -2, -1, or the paper's -2 with Llama's rules", "code train/")
-    score_scope: Literal["model", "all"] = setting("model", "text the reward reads: what the model wrote; all of it, as the original", "code train/")
+    score_scope: Literal["model", "all"] = setting("model", "text the reward reads: what the model wrote; all of it, as the original", "code train/", published="all")
     # learning
     stage1_scale: Literal["batch", "group"] = setting("batch", "stage 1: whiten over the batch, or divide by the group's deviation", "code scripts/")
-    mask_observations: bool = setting(True, "leave retrieved tokens out of policy loss, KL and whitening", "paper §2.2.2")
+    mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss, KL and whitening", "paper §2.2.2")
     aggregation: Literal["token", "sequence", "constant"] = setting("sequence", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code OpenRLHF-RAG/")
     updates: int = setting(4, "optimiser steps per rollout batch", "code scripts/")
     lr: float = setting(3e-4, "learning rate of the policy (AdamW); in each stage a cosine down to a tenth", "code scripts/")
-    warmup_steps: int = setting(0, "linear warm-up of the policy's rate, in steps", "code scripts/", "steps")
+    warmup_steps: int = setting(0, "linear warm-up of the policy's rate", "code scripts/", "steps")
     weight_decay: float = setting(0.0, "AdamW weight decay; betas are 0.9 and 0.95", "code OpenRLHF-RAG/")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code OpenRLHF-RAG/")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code OpenRLHF-RAG/")
-    kl: float = setting(0.0, "KL coefficient, k1 in the reward (Llama: 1e-4)", "code scripts/")
+    kl: float = setting(0.0, "KL coefficient: k1 in the reward (Llama: 1e-4)", "code scripts/")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
     gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
@@ -142,12 +145,12 @@ PAPER = dict(  # Qwen2.5-7B base, one epoch, as the released script, which start
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
-        model="smollm2", data="", prompt="instruct", family="llama", stage1_reward="code", steps=30, stage1_steps=10, prompts=4, samples=4,
+        model="smollm2", data="", prompt_style="instruct", family="llama", stage1_reward="code", steps=30, stage1_steps=10, prompts=4, samples=4,
         max_turns=2, prompt_tokens=320, turn_tokens=64, observation_tokens=192, trajectory_tokens=512, updates=2, lr=2e-5, warmup=12,
         eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": PAPER,
     "paper_llama": PAPER | dict(  # both stages on the released files, one epoch each: 350 questions, and 8,148 less the held-out ones
-        model="meta-llama/Llama-3.1-8B-Instruct", data="stage_2.jsonl", stage1_data="stage_1.jsonl", prompt="instruct", family="llama",
+        model="meta-llama/Llama-3.1-8B-Instruct", data="stage_2.jsonl", stage1_data="stage_1.jsonl", prompt_style="instruct", family="llama",
         steps=140, stage1_steps=23, stage1_reward="code", stage1_scale="group", stage1_prompts=15, prompts=65, kl=1e-4),
 }
 
@@ -168,12 +171,12 @@ STOP = (END_QUERY,)
 EVAL_STOP = (END_QUERY, "</answer>")  # in evaluation an answer ends the trajectory too (code evaluation/eval_search_loacl.py)
 
 
-def render(example: Example, tokenizer, template: str = PROMPTS["base"], prompt: str = "base") -> str:
+def render(example: Example, tokenizer, template: str = PROMPTS["base"], style: str = "base") -> str:
     """The prompt text: raw, or through the chat template; either way it ends in <think>, so the model never opens its thought itself."""
-    if prompt == "base":
+    if style == "base":
         return template.replace("{question}", example.question.strip())
     if tokenizer.chat_template is None:
-        raise UserError("--prompt instruct: this model's tokenizer has no chat template; use --prompt base")
+        raise UserError("--prompt-style instruct needs a model with a chat template, and this one has none; use --prompt-style base")
     messages = [{"role": "system", "content": template}, {"role": "user", "content": example.question.strip()}]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + "<think>"
 
@@ -285,20 +288,21 @@ def train(cfg: Config) -> None:
                           prompts=max(cfg.prompts, cfg.stage1_prompts))
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     scoring.self_test()
-    template = read_template(cfg.template, PROMPTS[cfg.prompt], *(["{question}"] if cfg.prompt == "base" else []))
+    template = read_template(cfg.template, PROMPTS[cfg.prompt_style], *(["{question}"] if cfg.prompt_style == "base" else []))
     stage1_set, train_set, eval_set = load_data(cfg)
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, {1: cfg.stage1_prompts or cfg.prompts, 2: cfg.prompts}
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
+    shard(model, reference)  # over the ranks, where there are several
     optimizer = make_optimizer(model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
-    engine = HFEngine(model, tokenizer, max_slots=max(max(n_prompts.values()) * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(max(n_prompts.values()) * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)}, ToolPool()
-    prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template, cfg.prompt), tokenizer, budget)
-    sample = lambda prompts, samples, step: rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=samples,
-                                                    temperature=cfg.temperature, stop=STOP, seed=cfg.seed, step=step)
+    prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template, cfg.prompt_style), tokenizer, budget)
     if cfg.select:
+        sample = lambda prompts, samples, step: rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=samples,
+                                                        temperature=cfg.temperature, stop=STOP, seed=cfg.seed, step=step)
         picked = order(cfg.seed, 0, len(train_set), min(cfg.select_questions, len(train_set)))
         return select(cfg, prompts_of([train_set[i] for i in picked])[0], sample)
     eval_prompts, _ = prompts_of(eval_set)
@@ -307,18 +311,21 @@ def train(cfg: Config) -> None:
         """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=EVAL_STOP)
-        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "em", cfg, *answer_eval())
     run = Run(cfg, method="r1_searcher", metric="em", total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
-    trained = {"model": model, "optimizer": optimizer}
+    trained = {"model": model, "optimizer": optimizer, **({"reference": reference} if reference and cfg.warmup else {})}
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
-            warm_up(cfg, model, tokenizer, template, stage1_set, tools["search"], run)
+            warm_up(cfg, model, tokenizer, stage1_set, lambda e: render(e, tokenizer, template, cfg.prompt_style),
+                    lambda e: demonstration(e, tools["search"], tokenizer.eos_token), wrap_passages, run)
             run.log_eval(0, *answer_eval(), tokenizer)
+            if reference:  # RL starts here, and stays near here
+                reference.load_state_dict(model.state_dict())
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -327,7 +334,8 @@ def train(cfg: Config) -> None:
         stage, k, of, data = (1, step, cfg.stage1_steps, stage1_set) if step < cfg.stage1_steps else \
             (2, step - cfg.stage1_steps, cfg.steps - cfg.stage1_steps, train_set)
         prompts, skipped = prompts_of([data[i] for i in order(cfg.seed, k, len(data), n_prompts[stage])])
-        trajectories = sample(prompts, group, step)
+        trajectories = rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=group, temperature=cfg.temperature,
+                               stop=STOP, seed=cfg.seed, step=step)
         clock.lap("sample_s")
 
         # 2. score
@@ -350,16 +358,16 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(k, of, cfg.lr, cfg.warmup_steps, "cosine", 0.1), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens * (cfg.max_turns + 1), temperature=cfg.temperature,
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature,
                 importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
         clock.lap("update_s")
 
         # 5. log, evaluate, save
         run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group,
-                      {**joined(done), **({"kl": float(kl_BT[trained_BT].mean())} if reference else {}), "stage": stage, "skipped_prompts": skipped})
+                      {**joined(done), **({"kl": ranks.mean(kl_BT[trained_BT])} if reference else {}), "stage": stage, "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 
@@ -375,7 +383,7 @@ def difficulty(cfg: Config, prompts: list[Prompt], sample: Callable) -> list[dic
     answers, found = [[] for _ in prompts], [False] * len(prompts)
     while left := [i for i, a in enumerate(answers) if not found[i] and len(a) < cfg.difficult_above]:  # all of the same length
         tried = len(answers[left[0]])
-        for t in sample([prompts[i] for i in left], min(cfg.samples, cfg.difficult_above - tried), tried):
+        for t in ranks.gather(sample([prompts[i] for i in left], min(cfg.samples, cfg.difficult_above - tried), tried)):
             i = left[t.group]
             if not found[i]:
                 answers[i].append(extract_answer(t.model_text) or "")
@@ -404,35 +412,15 @@ def select(cfg: Config, prompts: list[Prompt], sample: Callable) -> None:
 
 
 # ---- Supervised warm-up (ours) ----------------------------------------------------------------------------------------
-def demonstration(example: Example, tools_search: Tool) -> list[tuple[str, str]] | None:
-    """A trace built by rule: search the longest name of the question (or the question), answer with the gold answer if a passage holds
-    it. (author, text) segments, or None where the rule finds nothing."""
-    names = re.findall(r"(?:[A-Z][\w'.-]*)(?: (?:of|the|and|de|in|[A-Z0-9][\w'.-]*))*", example.question.split(" ", 1)[-1])
-    for query in sorted(names, key=len, reverse=True)[:2] + [example.question.rstrip("?")]:
-        text = tools_search.run([ToolCall("search", query, example)])[0]
-        gold = next((g for g in example.answers if scoring.normalise_answer(g) and scoring.normalise_answer(g) in scoring.normalise_answer(text)), None)
-        if gold:
-            return [("model", f" I should look up {query}.\n{BEGIN_QUERY} {query} {END_QUERY}"), ("tool", text),
-                    ("model", f"The results give the answer. </think>\n<answer> {gold} </answer>")]
-    return None
-
-
-def warm_up(cfg: Config, model, tokenizer, template: str, train_set: list[Example], search: Tool, run: Run) -> None:
-    """Supervised steps on demonstrations, so that a model that never follows the protocol has something to be rewarded for."""
-    rows = []
-    for i in order(cfg.seed, 0, len(train_set), len(train_set)):
-        segments = demonstration(train_set[i], search)
-        if segments and len(rows) < cfg.warmup_traces:
-            segments[-1] = ("model", segments[-1][1] + tokenizer.eos_token)  # in training nothing else ends an answer
-            rows.append(demonstration_row(render(train_set[i], tokenizer, template, cfg.prompt), segments, tokenizer, wrap_passages, cfg.observation_tokens))
-    if not rows:
-        raise UserError(f"--warmup: no question of {cfg.stage1_data or cfg.data} could be answered by rule from {cfg.corpus}; use --warmup 0")
-    optimizer = make_optimizer(model.parameters(), cfg.warmup_lr, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
-    for step in range(cfg.warmup):
-        picked = [rows[i] for i in order(cfg.seed, step, len(rows), min(8, len(rows)))]
-        loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.warmup, cfg.warmup_lr, schedule="cosine"),
-                               micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
-        run.log("warmup", 0, {"loss": loss})
+def demonstration(example: Example, search: Tool, end: str) -> list[tuple[str, str]] | None:
+    """A trace built by rule: search, then answer with the gold answer that a passage holds, and the end token. (author, text) segments, or
+    None where the rule finds nothing."""
+    found = found_by_rule(example, search)
+    if found is None:
+        return None
+    query, text, gold = found
+    return [("model", f" I should look up {query}.\n{BEGIN_QUERY} {query} {END_QUERY}"), ("tool", text),
+            ("model", f"The results give the answer. </think>\n<answer> {gold} </answer>{end}")]
 
 
 if __name__ == "__main__":

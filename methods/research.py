@@ -40,11 +40,11 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.data import Example, order, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.plan import print_plan
-from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
@@ -60,10 +60,11 @@ from common.warmup import found_by_rule, warm_up
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/research/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "code train_multi_node.sh")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -71,6 +72,7 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §3.1")
     corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (needed unless data is tiny)", "paper §3.1")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
@@ -83,12 +85,12 @@ class Config:
     # rollout
     prompts: int = setting(12, "questions per step", "paper App. B")
     samples: int = setting(8, "trajectories per question (GRPO's group size)", "paper App. B")
-    max_turns: int = setting(3, "turns whose search is run; one more turn may answer (the original has no such limit)", "ours")
+    max_turns: int = setting(3, "turns whose call is run; one more turn may answer (the original has no such limit)", "ours")
     topk: int = setting(2, "passages per search", "code vllm_rollout.py")
     temperature: float = setting(1.0, "sampling temperature, no top-p", "code vllm_rollout.py")
     prompt_tokens: int = setting(256, "longest prompt; longer ones are skipped and counted", "code train_multi_node.sh", "tokens")
     turn_tokens: int = setting(40, "longest model turn (the original: what is left of the trajectory)", "ours", "tokens")
-    observation_tokens: int = setting(160, "longest search result (the original: what is left of the trajectory)", "ours", "tokens")
+    observation_tokens: int = setting(160, "longest tool result (the original: what is left of the trajectory)", "ours", "tokens")
     trajectory_tokens: int = setting(512, "longest trajectory after the prompt", "code train_multi_node.sh", "tokens")
     # reward
     reward: Literal["f1", "em", "cover_em"] = setting("f1", "measure of the answer: word F1, exact match, or all gold words in it", "paper §2.3")
@@ -96,17 +98,17 @@ class Config:
     format_rule: Literal["code", "paper"] = setting(
         "code", "a bad form or an unfinished text: gets 0 (code), or the measure of its answer all the same (paper)", "code re_search.py")
     score_scope: Literal["model", "response"] = setting(
-        "model", "text the form is judged on: what the model wrote; with results, as the original", "code re_search.py")
+        "model", "text the format is judged on: what the model wrote; with results too, as the original", "code re_search.py", published="response")
     # learning
-    mask_observations: bool = setting(True, "leave results out of policy loss, KL and entropy", "paper §2.1")
+    mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §2.1")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code train_multi_node.sh")
     lr: float = setting(3e-4, "learning rate of the policy (AdamW)", "paper App. B")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code train_multi_node.sh", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "code train_multi_node.sh", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code ppo_trainer.yaml")
-    kl: float = setting(0.0, "coefficient of the k3 KL in the loss; above 0 a reference model is loaded", "paper App. B")
+    kl: float = setting(0.0, "KL coefficient: k3 in the loss", "paper App. B")
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
@@ -144,7 +146,7 @@ PROMPTS = {
 STOP = ("</search>",)
 
 
-def render(example: Example, tokenizer, style: str, template: str) -> str:
+def render(example: Example, tokenizer, template: str, style: str) -> str:
     """The prompt text: raw (base), or system and user message through the chat template (instruct). Nothing is prefilled."""
     question = example.question.strip()
     if style == "base":
@@ -256,31 +258,34 @@ def train(cfg: Config) -> None:
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
+    shard(model, reference)  # over the ranks, where there are several
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)}, ToolPool()
-    prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, cfg.prompt_style, template), tokenizer, budget)
+    prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template, cfg.prompt_style), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
 
     def answer_eval() -> tuple[list[Trajectory], list[dict]]:
         """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
-        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "f1", cfg, *answer_eval())
     run = Run(cfg, method="research", metric="f1", total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
-    trained = {"model": model, "optimizer": optimizer}
+    trained = {"model": model, "optimizer": optimizer, **({"reference": reference} if reference and cfg.warmup else {})}
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
-            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, cfg.prompt_style, template),
+            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, template, cfg.prompt_style),
                     lambda e: demonstration(e, tools["search"], tokenizer.eos_token), wrap_passages, run)
             run.log_eval(0, *answer_eval(), tokenizer)
+            if reference:  # RL starts here, and stays near here
+                reference.load_state_dict(model.state_dict())
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -311,17 +316,17 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.trajectory_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
                 entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
         clock.lap("update_s")
 
         # 5. log, evaluate, save
         floor_PG = torch.tensor([p["floor"] for p in parts]).view(-1, group)
         run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group,
-                      {**joined(done), "skipped_prompts": skipped, "floor_groups": float((floor_PG == 1).all(1).float().mean())})
+                      {**joined(done), "skipped_prompts": skipped, "floor_groups": ranks.mean((floor_PG == 1).all(1).float())})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 

@@ -16,7 +16,8 @@ The method, step by step:
   6. `train`: a critic and GAE (PPO, paper) or group advantages (GRPO with an asymmetric clip, recipe), over the tokens the model sampled.
 
 Kept from the paper: tags, cold start, masking, +1/-1 without any bonus for code that runs, KL 0, both the paper's PPO and the recipe's GRPO
-(clip 0.2/0.28, dual clip 10). Changed, and why:
+(clip 0.2/0.28, dual clip 10).
+Changed, and why:
   - the recipe writes tool calls as JSON and edits the last line of a program into a print (which breaks loops and comments); here the
     paper's tags stay and a program is run as it was written; one that prints nothing is answered with a note.
   - a snippet without a fence is the text after <code>; the evaluation code runs it with the tag in it (eval.py).
@@ -38,19 +39,20 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses
+from common import UserError, losses, ranks
 from common.data import Example, load_examples, order, read_messages, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.maths import last_boxed, maths_equal, maths_self_test
 from common.plan import print_plan
-from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
+from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
-from common.rollout import Budget, Call, End, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
+from common.rollout import Budget, Call, End, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, open_sandbox
 from common.tiny.world import problems
 from common.tools import python_tool
 from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
+from common.warmup import program_by_rule
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -58,10 +60,11 @@ from common.update import Experience, critic_step, demonstration_row, joined, mi
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/retool/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper Tab. 1")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -69,36 +72,37 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
-    data: str = setting("tiny", "training problems: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "code recipe retool.py")
-    eval_data: str = setting("", "held-out problems, as --data (default: split off from the training problems)", "ours")
-    eval_questions: int = setting(200, "held-out problems", "ours")
-    eval_every: int = setting(15, "evaluate every so many steps, and before and after (greedy, same problems); 0: only before and after", "code recipe run_qwen2-32b_dapo.sh")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
+    data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "code recipe retool.py")
+    eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
+    eval_questions: int = setting(200, "held-out questions", "ours")
+    eval_every: int = setting(15, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "code recipe run_qwen2-32b_dapo.sh")
     save_every: int = setting(15, "checkpoint every so many steps", "code recipe run_qwen2-32b_dapo.sh")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another prompt; it must hold {question}", "ours")
     # rollout
-    prompts: int = setting(12, "problems per step", "code recipe run_qwen2-32b_dapo.sh")
-    samples: int = setting(8, "trajectories per problem (GRPO's group size; PPO uses 1)", "code recipe run_qwen2-32b_dapo.sh")
-    max_turns: int = setting(3, "turns whose program is run; one more turn may answer", "code recipe run_qwen2-32b_dapo.sh")
+    prompts: int = setting(12, "questions per step", "code recipe run_qwen2-32b_dapo.sh")
+    samples: int = setting(8, "trajectories per question (GRPO's group size; PPO uses 1)", "code recipe run_qwen2-32b_dapo.sh")
+    max_turns: int = setting(3, "turns whose call is run; one more turn may answer", "code recipe run_qwen2-32b_dapo.sh")
     text_only: bool = setting(False, "no interpreter, and a cold start in text: the paper's baseline", "paper Tab. 1")
     sandbox: str = setting("isolated", "where programs run: isolated, unsafe, or the URL of a SandboxFusion server", "ours")
     run_timeout: float = setting(5.0, "longest run of a program", "code executor.py", "seconds")
     temperature: float = setting(1.0, "sampling temperature, no top-p", "paper §3.1")
     prompt_tokens: int = setting(224, "longest prompt; longer ones are skipped and counted", "code recipe run_qwen2-32b_dapo.sh", "tokens")
     turn_tokens: int = setting(64, "longest model turn", "code scripts/eval.sh", "tokens")
-    observation_tokens: int = setting(64, "longest output of a program", "ours", "tokens")
+    observation_tokens: int = setting(64, "longest tool result", "ours", "tokens")
     observation_chars: int = setting(400, "longer output keeps its first and last half only", "code executor.py", "characters")
     trajectory_tokens: int = setting(320, "longest trajectory after the prompt", "paper §3.1", "tokens")
     # reward
     reward: Literal["answer", "recipe"] = setting(
         "answer", "+1 or -1; recipe: the same characters in a box near the end, wrong answers 0.1 less bad per call, up to -0.6", "paper §2.3.1")
     # learning
-    algorithm: Literal["grpo", "ppo"] = setting("grpo", "group-relative advantages, or a critic", "code recipe; paper §2.3")
-    mask_observations: bool = setting(True, "leave the interpreter's output out of the loss", "paper §2.3.2")
+    algorithm: Literal["grpo", "ppo"] = setting("grpo", "group-relative advantages, or a critic", "code recipe run_qwen2-32b_dapo.sh; paper §2.3")
+    mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §2.3.2")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code recipe run_qwen2-32b_dapo.sh")
     updates: int = setting(1, "optimiser steps per rollout batch", "code recipe run_qwen2-32b_dapo.sh")
     lr: float = setting(4e-4, "learning rate of the policy (AdamW)", "paper §2.3.2")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "ours", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     critic_lr: float = setting(1e-3, "learning rate of the critic", "code recipe run_qwen2-32b_ppo.sh")
     critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "ours", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
@@ -116,8 +120,8 @@ class Config:
     optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
     optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised cold start
-    cold_start: int = setting(6, "supervised steps before RL; 0: none", "paper §2.2", "steps")
-    cold_start_data: str = setting("", "file of {\"messages\"} rows as ReTool-SFT (default: traces built from the tiny world)", "paper §2.2")
+    cold_start: int = setting(6, "supervised steps before RL; 0: none", "paper §2.2")
+    cold_start_data: str = setting("", "file of {\"messages\"} rows as ReTool-SFT (default: traces built from the tiny world's expressions or GSM8K's solutions)", "paper §2.2")
     cold_start_traces: int = setting(48, "traces of the cold start", "code recipe run_qwen2-32b_sft.sh")
     cold_start_batch: int = setting(16, "traces per supervised step", "code recipe run_qwen2-32b_sft.sh")
     cold_start_lr: float = setting(4e-4, "peak learning rate of the cold start: a tenth of the steps up to it, then a cosine", "code recipe run_qwen2-32b_sft.sh")
@@ -204,21 +208,26 @@ def reward(trajectory: Trajectory, example: Example, cfg: Config) -> dict[str, f
 
 
 # ---- Cold start -------------------------------------------------------------------------------------------------------
-def demonstrations(cfg: Config, train_set: list[Example], tokenizer, template: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(prompt, segments by author) of the supervised traces: from a file of messages, or built from the tiny world."""
+def demonstrations(cfg: Config, train_set: list[Example], tokenizer, template: str, python: Tool) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(prompt, segments by author) of the supervised traces: from a file of messages, or built from the tiny world's expressions or GSM8K's solutions."""
     if cfg.cold_start_data:
         rows = [(messages[0]["content"], messages[1]["content"]) for messages in read_messages(cfg.cold_start_data, cfg.cold_start_traces)]
         return [(tokenizer.apply_chat_template([{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True),
                  split_trace(said.rstrip() + tokenizer.eos_token)) for user, said in rows]
-    if cfg.data != "tiny":
-        raise UserError(f"--cold-start {cfg.cold_start} needs --cold-start-data (a file of messages as ReTool-SFT); use --cold-start 0 without")
     out = []
-    for i in order(cfg.seed, 0, len(train_set), min(cfg.cold_start_traces, len(train_set))):
-        e = train_set[i]
-        said = "" if cfg.text_only else (f"I compute it.\n<code>\n```python\nprint({e.meta['expression']})\n```\n</code>"
-                                         + wrap_output(e.answers[0]))
+    for e in (train_set[i] for i in order(cfg.seed, 0, len(train_set), len(train_set))):
+        if len(out) == cfg.cold_start_traces:
+            break
+        program = program_by_rule(e)
+        printed = python.run([ToolCall("python", program, e)])[0] if program else None
+        if not isinstance(printed, str) or not maths_equal(pred=printed, gold=e.answers[0]):
+            continue
+        said = "" if cfg.text_only else f"I compute it.\n<code>\n```python\n{program}\n```\n</code>" + wrap_output(printed)
         said += f"Now I can answer.\n<answer>\n\\boxed{{{e.answers[0]}}}\n</answer>{tokenizer.eos_token}"
         out.append((render(e, tokenizer, template), split_trace(said)))
+    if not out:
+        raise UserError(f"--cold-start {cfg.cold_start}: {cfg.data} has no worked solutions; give --cold-start-data (a file of messages as ReTool-SFT), or "
+                        "--cold-start 0")
     return out
 
 
@@ -228,10 +237,10 @@ def split_trace(text: str) -> list[tuple[str, str]]:
     return [("tool" if i % 2 else "model", part) for i, part in enumerate(parts) if part or i % 2]
 
 
-def cold_start(cfg: Config, model, tokenizer, template: str, train_set: list[Example], run: Run) -> None:
+def cold_start(cfg: Config, model, tokenizer, template: str, train_set: list[Example], python: Tool, run: Run) -> None:
     """Supervised steps on traces with code (paper §2.2): the interpreter's words are context."""
     rows = [demonstration_row(prompt, segments, tokenizer, wrap_output, cfg.observation_tokens)
-            for prompt, segments in demonstrations(cfg, train_set, tokenizer, template)]
+            for prompt, segments in demonstrations(cfg, train_set, tokenizer, template, python)]
     rows = [r for r in rows if len(r[0]) <= cfg.prompt_tokens + cfg.trajectory_tokens]
     if not rows:
         raise UserError(f"--cold-start: every trace is longer than {cfg.prompt_tokens + cfg.trajectory_tokens} tokens; raise --trajectory-tokens")
@@ -241,11 +250,12 @@ def cold_start(cfg: Config, model, tokenizer, template: str, train_set: list[Exa
         loss = supervised_step(model, optimizer, picked, lr=lr_at(step, cfg.cold_start, cfg.cold_start_lr, cfg.cold_start // 10, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 # ---- Train ------------------------------------------------------------------------------------------------------------
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
-    """(training problems, held-out problems)."""
+    """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         return problems("train", 4096, cfg.seed), problems("eval", cfg.eval_questions)
     return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, load_problems)
@@ -270,22 +280,23 @@ def train(cfg: Config) -> None:
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group = cfg.samples if cfg.algorithm == "grpo" else 1
     n_prompts = cfg.prompts * cfg.samples // group
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     critic = Critic(model) if cfg.algorithm == "ppo" else None
+    shard(model, critic)  # over the ranks, where there are several
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16,
                                       offload=cfg.optimizer_offload) if critic else None
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, 0 if cfg.text_only else cfg.max_turns)
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     tools, pool = {"python": python_tool(sandbox, lambda outcome: observe(outcome, cfg.observation_chars))}, ToolPool()
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
 
     def answer_eval() -> tuple[list[Trajectory], list[dict]]:
-        """Greedy answers to the held-out problems, and their reward parts."""
+        """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
-        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "accuracy", cfg, *answer_eval())
@@ -295,7 +306,7 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.cold_start:
-            cold_start(cfg, model, tokenizer, template, train_set, run)
+            cold_start(cfg, model, tokenizer, template, train_set, tools["python"], run)
             run.log_eval(0, *answer_eval(), tokenizer)
 
     for step in range(first, cfg.steps):
@@ -332,8 +343,8 @@ def train(cfg: Config) -> None:
         done = []
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
-                model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip_low, clip_high=cfg.clip_high, dual_clip=cfg.dual_clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens * (cfg.max_turns + 1), temperature=cfg.temperature,
+                model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip_low, clip_high=cfg.clip_high,
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature, dual_clip=cfg.dual_clip,
                 entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
             if critic:
                 done[-1] |= critic_step(critic, critic_optimizer, experience, rows, values_BT, returns_BT, steps_BT, value_clip=cfg.value_clip,
@@ -342,10 +353,11 @@ def train(cfg: Config) -> None:
         clock.lap("update_s")
 
         # 5. log, evaluate, save
-        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group, {**joined(done), "skipped_prompts": skipped})
+        run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group,
+                      {**joined(done), "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 

@@ -39,11 +39,11 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.data import Example, order, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.plan import print_plan
-from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
+from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
@@ -59,10 +59,11 @@ from common.warmup import found_by_rule, warm_up
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/search_r1/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
-    steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2")
+    steps: int = setting(40, "optimisation steps (one rollout batch each)", "code scripts/nq_hotpotqa/v0.2/")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -70,41 +71,43 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §4.3")
     corpus: str = setting("", "corpus.jsonl in Search-R1's format, or the URL of a retriever (needed unless data is tiny)", "paper §4.3")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
     eval_questions: int = setting(200, "held-out questions", "ours")
     eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "ours")
-    save_every: int = setting(20, "checkpoint every so many steps", "code scripts/nq_hotpotqa/v0.2")
+    save_every: int = setting(20, "checkpoint every so many steps", "code scripts/nq_hotpotqa/v0.2/")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another prompt; it must hold {question}", "ours")
     # rollout
     prompts: int = setting(12, "questions per step", "paper §4.3")
     samples: int = setting(8, "trajectories per question (GRPO's group size; PPO uses 1)", "code train_grpo.sh")
-    max_turns: int = setting(3, "turns whose search is run; one more turn may answer", "paper App. B")
+    max_turns: int = setting(3, "turns whose call is run; one more turn may answer", "paper App. B")
     topk: int = setting(2, "passages per search", "paper §4.3")
     temperature: float = setting(1.0, "sampling temperature, no top-p", "paper App. B")
     prompt_tokens: int = setting(256, "longest prompt; longer ones are skipped and counted", "code train_ppo.sh", "tokens")
     turn_tokens: int = setting(40, "longest model turn", "code train_ppo.sh", "tokens")
-    observation_tokens: int = setting(160, "longest search result", "code train_ppo.sh", "tokens")
+    observation_tokens: int = setting(160, "longest tool result", "code train_ppo.sh", "tokens")
     trajectory_tokens: int = setting(512, "longest trajectory after the prompt", "code train_ppo.sh", "tokens")
     # reward
     reward: Literal["em", "subem", "format"] = setting("em", "exact match, substring match, or the format-aware reward", "paper §3.4")
-    structure_score: float = setting(0.2, "format reward: value of a valid structure", "code scripts/nq_hotpotqa/v0.3")
-    final_format_score: float = setting(0.1, "format reward: value of an answer in invalid structure", "code scripts/nq_hotpotqa/v0.3")
-    retrieval_score: float = setting(0.0, "format reward: added when a gold answer was retrieved", "code scripts/nq_hotpotqa/v0.3")
+    structure_score: float = setting(0.2, "format reward: value of a valid structure", "code scripts/nq_hotpotqa/v0.3/")
+    final_format_score: float = setting(0.1, "format reward: value of an answer in invalid structure", "code scripts/nq_hotpotqa/v0.3/")
+    retrieval_score: float = setting(0.0, "format reward: added when a gold answer was retrieved", "code scripts/nq_hotpotqa/v0.3/")
     score_scope: Literal["model", "response", "all"] = setting(
-        "model", "text the reward reads: what the model wrote; with results and notices; with the prompt too, as the original", "code qa_em.py")
+        "model", "text the reward reads: what the model wrote; with results and notices; with the prompt too, as the original", "code qa_em.py",
+        published="all")
     # learning
     algorithm: Literal["grpo", "ppo"] = setting("grpo", "group-relative advantages, or a critic", "paper §3.1")
-    mask_observations: bool = setting(True, "leave retrieved tokens and notices out of policy loss, KL and entropy", "paper §3.2")
+    mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §3.2")
     gae_over_documents: bool = setting(True, "PPO: GAE, whitening and value loss see document tokens, as the original; off: skip them", "code core_algos.py")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code train_grpo.sh")
     lr: float = setting(3e-4, "learning rate of the policy (AdamW)", "code train_grpo.sh")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code scripts/nq_hotpotqa/v0.2", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "code scripts/nq_hotpotqa/v0.2/", "steps")
     critic_lr: float = setting(1e-3, "learning rate of the critic", "code train_ppo.sh")
-    critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "code scripts/nq_hotpotqa/v0.2", "steps")
+    critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "code scripts/nq_hotpotqa/v0.2/", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "paper App. B")
@@ -127,10 +130,10 @@ class Config:
 PRESETS = {
     "tiny": {},
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
-        model="smollm2", dtype="float32", data="", steps=30, prompts=4, samples=4, max_turns=2, topk=2, prompt_tokens=320, turn_tokens=64,
+        model="smollm2", data="", steps=30, prompts=4, samples=4, max_turns=2, topk=2, prompt_tokens=320, turn_tokens=64,
         observation_tokens=192, trajectory_tokens=512, lr=2e-5, reward="format", warmup=12, eval_questions=24, eval_every=0, save_every=5, micro_tokens=2048),
     "paper": dict(  # 7B, GRPO as train_grpo.sh; for PPO add --algorithm ppo --prompts 512 --samples 1 --updates 2
-        model="Qwen/Qwen2.5-7B", dtype="float32", device="cuda", data="PeterJinGo/nq_hotpotqa_train", corpus="http://127.0.0.1:8000",
+        model="Qwen/Qwen2.5-7B", device="cuda", data="PeterJinGo/nq_hotpotqa_train", corpus="http://127.0.0.1:8000",
         steps=1005, prompts=512, samples=5, max_turns=4, topk=3, prompt_tokens=2048, turn_tokens=500, observation_tokens=500,
         trajectory_tokens=4096, updates=10, lr=1e-6, warmup_steps=286, critic_lr=1e-5, critic_warmup_steps=15, kl=0.001, entropy=0.001,
         eval_questions=500, eval_every=50, save_every=100, micro_tokens=16384, gradient_checkpointing=True),
@@ -260,13 +263,14 @@ def train(cfg: Config) -> None:
     group = cfg.samples if cfg.algorithm == "grpo" else 1
     n_prompts = cfg.prompts * cfg.samples // group
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     critic = Critic(model) if cfg.algorithm == "ppo" else None
+    shard(model, reference, critic)  # over the ranks, where there are several
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16,
                                       offload=cfg.optimizer_offload) if critic else None
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, cfg.max_turns)
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)}, ToolPool()
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
@@ -275,18 +279,22 @@ def train(cfg: Config) -> None:
         """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
-        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "em", cfg, *answer_eval())
     run = Run(cfg, method="search_r1", metric="em", total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
-    trained = {"model": model, "optimizer": optimizer, **({"critic": critic, "critic_optimizer": critic_optimizer} if critic else {})}
+    trained = {"model": model, "optimizer": optimizer, **({"critic": critic, "critic_optimizer": critic_optimizer} if critic else {}),
+               **({"reference": reference} if reference and cfg.warmup else {})}
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
-            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, template), lambda e: demonstration(e, tools["search"]), wrap_passages, run)
+            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, template),
+                    lambda e: demonstration(e, tools["search"]), wrap_passages, run)
             run.log_eval(0, *answer_eval(), tokenizer)
+            if reference:  # RL starts here, and stays near here
+                reference.load_state_dict(model.state_dict())
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -326,9 +334,9 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens * (cfg.max_turns + 1), temperature=cfg.temperature,
-                kl=cfg.kl if cfg.algorithm == "grpo" else 0.0, kl_kind="k3", entropy=cfg.entropy, importance_cap=cfg.importance_cap,
-                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature,
+                kl=cfg.kl if cfg.algorithm == "grpo" else 0.0, kl_kind="k3",
+                entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
             if critic:
                 done[-1] |= critic_step(critic, critic_optimizer, experience, rows, values_BT, returns_BT, steps_BT, value_clip=cfg.value_clip,
                                         lr=lr_at(step, cfg.steps, cfg.critic_lr, cfg.critic_warmup_steps), micro_tokens=cfg.micro_tokens,
@@ -340,7 +348,7 @@ def train(cfg: Config) -> None:
                       {**joined(done), "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 

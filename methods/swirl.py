@@ -17,7 +17,8 @@ The method, step by step:
 
 Kept from the paper: tags, rules of the prompt, `query -> result`, at most 5 searches or 10 computations, the nearest passage as result, five
 trajectories a question, questions marked easy left out, the four filters with as many trajectories each, a judge without gold answers, offline
-steps, the supervised arm on the same items (`--algorithm sft`). Changed, and why:
+steps, the supervised arm on the same items (`--algorithm sft`).
+Changed, and why:
   - learning rate, KL, batch, steps, sampling and limits of tokens are not published: ours. Nor is the policy gradient ("as Gemma 2's"); ours is
     REINFORCE with the mean of a group of actions as baseline, or GRPO, which also divides by the deviation.
   - after the last query that is run one more message may answer; the paper limits queries in one place and steps in another.
@@ -29,7 +30,7 @@ steps, the supervised arm on the same items (`--algorithm sft`). Changed, and wh
 
 What to watch: `reward`, the share of GOOD actions, rises at once; `step_label` and `em` or `accuracy` on held-out questions follow.
 
-    make swirl                                                # search, tiny model and world, minutes on two cores
+    make swirl                                                # search, tiny model and world, a few minutes on two cores
     make swirl ARGS="--task math --eval-task both"            # train on the calculator, test on it and on search
     make swirl ARGS="--filter outcome --items runs/swirl/tiny-seed0/items.jsonl --name outcome"      # generated once, several arms
     make swirl ARGS="--algorithm sft --items runs/swirl/tiny-seed0/items.jsonl --name sft"
@@ -45,13 +46,13 @@ from typing import Literal
 
 import torch
 
-from common import UserError, losses, scoring
+from common import UserError, losses, ranks, scoring
 from common.chat import Ask, next_user_turn, open_chat
 from common.data import Example, load_examples, order, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.maths import maths_equal, maths_self_test
 from common.plan import print_plan
-from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Prompt, ToolPool, Trajectory, Turn, collate, fit, make_prompts, rollout
 from common.run import (Clock, Run, eval_metrics, main, mean, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting,
@@ -70,12 +71,13 @@ Task = Literal["search", "math"]
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/swirl/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of trajectories, their choice, data order and sampling", "ours")
     task: Task = setting("search", "tool and questions to learn from: a search engine, or a calculator", "paper §2.1")
-    eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper table 2")
+    eval_task: Literal["", "search", "math", "both"] = setting("", "task to be tested on (default: the one trained on); both: that one and the other", "paper Tab. 2")
     steps: int = setting(30, "optimisation steps (one batch of saved states each)", "ours")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -83,6 +85,7 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
     data: str = setting("tiny", "training questions: tiny, a .jsonl, .json or .parquet file, or a hub data set id", "paper §2.1")
     corpus: str = setting("", "search: corpus.jsonl in Search-R1's format, or the URL of a retriever (needed unless data is tiny)", "paper §2.1")
     eval_data: str = setting("", "held-out questions, as --data (default: split off from the training questions)", "ours")
@@ -102,24 +105,24 @@ class Config:
     topk: int = setting(1, "passages per search", "paper §2.1")
     temperature: float = setting(1.0, "sampling temperature of trajectories and of actions, no top-p", "ours")
     prompt_tokens: int = setting(192, "longest prompt; longer ones are skipped and counted", "ours", "tokens")
-    turn_tokens: int = setting(40, "longest message of the model", "ours", "tokens")
-    observation_tokens: int = setting(96, "longest result", "ours", "tokens")
+    turn_tokens: int = setting(40, "longest model turn", "ours", "tokens")
+    observation_tokens: int = setting(96, "longest tool result", "ours", "tokens")
     trajectory_tokens: int = setting(512, "longest trajectory after the prompt", "ours", "tokens")
     # judge
     judge: str = setting("oracle", "oracle (rules, tiny world), the URL of an OpenAI-compatible server (key in OPENAI_API_KEY), or a model as --model", "paper §2.2")
     judge_model: str = setting("", "name of the model the server shall answer with", "paper §2.2")
     judge_tokens: int = setting(512, "longest answer of a model that judges", "ours", "tokens")
-    step_labels: bool = setting(True, "let the judge label the steps of evaluations too", "paper table 3")
+    step_labels: bool = setting(True, "let the judge label the steps of evaluations too", "paper Tab. 3")
     # learning
     algorithm: Literal["reinforce", "grpo", "sft"] = setting("reinforce", "baseline alone, divided by the deviation too, or supervised on the items", "ours")
     prompts: int = setting(24, "saved states per step", "ours")
-    samples: int = setting(8, "fresh actions per state, the group of the baseline", "ours")
+    samples: int = setting(8, "fresh actions per state (the group of the baseline)", "ours")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over actions, or Dr. GRPO's constant", "ours")
     lr: float = setting(1e-4, "learning rate of the policy (AdamW); it falls linearly to 0", "ours")
     warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "ours")
     max_grad_norm: float = setting(1.0, "gradient clipping", "ours")
-    kl: float = setting(0.0, "coefficient of the KL to the start model (k3, in the loss)", "ours")
+    kl: float = setting(0.0, "KL coefficient: k3 in the loss", "ours")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
     gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
@@ -355,11 +358,12 @@ def train(cfg: Config) -> None:
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl and cfg.algorithm != "sft" else None
+    shard(model, reference)  # over the ranks, where there are several
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     queries = {task: cfg.max_queries or n for task, n in QUERIES.items()}
     budgets = {task: Budget(cfg.prompt_tokens, cfg.turn_tokens, cfg.observation_tokens, cfg.trajectory_tokens, n) for task, n in queries.items()}
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.trajectory_tokens + cfg.turn_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages), "math": calculator_tool()}, ToolPool()
     glue = next_user_turn(tokenizer, engine.eos_ids)
     short = lambda query: fit(tokenizer, query, str, cfg.observation_tokens // 2)[1]
@@ -382,7 +386,7 @@ def train(cfg: Config) -> None:
         parts = [grade(t, task) for t in trajectories]
         if cfg.step_labels:
             parts = [{**p, "step_label": mean(good)} for p, good in zip(parts, label(trajectories))]
-        return trajectories, parts
+        return ranks.gather(trajectories), ranks.gather(parts)
 
     if cfg.evaluate:
         for task in tested:
@@ -401,7 +405,7 @@ def train(cfg: Config) -> None:
     def generate() -> list[Item]:
         """The start model's trajectories, labelled and cut; a file for every batch until all are there, so that --resume goes on between them."""
         path = run.folder / "items.jsonl"
-        if not path.exists():
+        if not ranks.broadcast(path.exists()):
             engine.sync(model)
             chosen = [train_set[i] for i in order(cfg.seed, 0, len(train_set), min(cfg.questions, len(train_set)))]
             prompts, skipped = prompts_of(cfg.task, chosen)
@@ -409,19 +413,21 @@ def train(cfg: Config) -> None:
             size, parts = max(1, AT_ONCE // cfg.per_question), []
             for start in range(0, len(prompts), size):
                 parts.append(run.folder / f"items-{start}.part")
-                if parts[-1].exists():
+                if ranks.broadcast(parts[-1].exists()):
                     continue
                 trajectories = play(cfg.task, prompts[start:start + size], samples=cfg.per_question, temperature=cfg.temperature, seed=cfg.seed,
                                     step=-1 - start)
-                scores = zip(trajectories, label(trajectories), outcomes(trajectories, cfg.task, ask))
+                scores = ranks.gather(list(zip(trajectories, label(trajectories), outcomes(trajectories, cfg.task, ask))))
                 rows = [Item(start * cfg.per_question + k, cfg.task, t.example, ids, history, action_ids, action, good, right)
                         for k, (t, labels, right) in enumerate(scores) for (ids, history, action_ids, action), good in zip(cut(t, glue), labels)]
                 write_atomic(parts[-1], "".join(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows))
-                run.stop_if_asked(0)
-            write_atomic(path, "".join(part.read_text(encoding="utf-8") for part in parts))
-            for part in parts:
-                part.unlink()
-        return read_items(path, cfg.task)
+                if run.signal:
+                    run.stop_if_asked(0)
+            if ranks.rank() == 0:
+                write_atomic(path, "".join(part.read_text(encoding="utf-8") for part in parts))
+                for part in parts:
+                    part.unlink()
+        return ranks.broadcast(read_items(path, cfg.task) if ranks.rank() == 0 else [])
 
     items = read_items(Path(cfg.items), cfg.task) if cfg.items else generate()
     used, n_kept, n_all = select(items, cfg)
@@ -432,7 +438,8 @@ def train(cfg: Config) -> None:
     trained = {"model": model, "optimizer": optimizer}
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
-        run.log("items", 0, {"n": n_all, "kept": n_kept / n_all, "items": len(used)})
+        run.log("items", 0, {"n": n_all, "kept": n_kept / n_all, "items": len(used), "calls": len(items) / n_all - 1,  # all but the last message
+                             "sampled_tokens": sum(len(i.action_ids) for i in items)})
         run.before = evaluate(0)
 
     for step in range(first, cfg.steps):
@@ -471,16 +478,16 @@ def train(cfg: Config) -> None:
                                     advantages_BT, ref_BT)
             done = policy_step(
                 model, optimizer, experience, range(len(trajectories)), lr=lr, clip_low=0.2, clip_high=0.2, aggregation=cfg.aggregation,
-                budget_tokens=cfg.turn_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3", importance_cap=cfg.importance_cap,
+                budget_tokens=one_turn.sampled_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3", importance_cap=cfg.importance_cap,
                 micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
             clock.lap("update_s")
-            usable = mean(p["query"] for p in parts if not p["answered"])
+            usable = mean(p["query"] for p in ranks.gather(parts) if not p["answered"])
             run.log_train(step + 1, trajectories, parts, experience, tokenizer, clock, engine, group, {**done, "valid_call_rate": usable})
 
         # 5. evaluate, save
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             evaluate(step + 1)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 

@@ -16,7 +16,8 @@ The method, step by step:
   5. `train`: advantages from the group (GRPO), clipped policy gradient over the sampled tokens, a small KL to the start model.
 
 Kept from the paper: form of prompt and reply, the binary reward and its variants (--reward), how calls are compared, temperature 0.7, k3 in
-the loss, SFT and SFT-then-RL arms, how examples are made from xLAM and ToolACE, all hyper-parameters in the preset `paper`. Changed, and why:
+the loss, SFT and SFT-then-RL arms, how examples are made from xLAM and ToolACE, all hyper-parameters in the preset `paper`.
+Changed, and why:
   - one prompt for training and evaluation, with the rule of the empty list: the original has it in its evaluation only (bfcl_handler.py), and
     never trains on a request that no tool serves. Our tiny world has such requests; ToolACE's are let in by --no-call-turns.
   - replies on which the original's scorer crashes (a block that holds a number, numbers of thousands of digits) earn 0.
@@ -44,12 +45,12 @@ from typing import Literal
 
 import torch
 
-from common import losses
+from common import losses, ranks
 from common.calls import canonical, load_requests, loads, print_benchmark, read_gold
 from common.data import Example, order, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.plan import print_plan
-from common.policy import load_model, lr_at, make_optimizer, save_policy
+from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, End, ToolCall, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
@@ -63,10 +64,11 @@ from common.update import Experience, joined, mini_batches, policy_step, score, 
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/tool_n1/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "paper Fig. 6")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -74,20 +76,21 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
-    data: str = setting("tiny", "training requests: tiny, or files and hub data sets (Tool-N1's, xLAM, ToolACE) with commas between them", "paper Tab. 1")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
+    data: str = setting("tiny", "training questions: tiny, or files and hub data sets (Tool-N1's, xLAM, ToolACE) with commas between them", "paper Tab. 1")
     no_call_turns: bool = setting(False, "ToolACE: turns without a call are requests too, with the empty list", "code raw_data_process.py")
-    eval_data: str = setting("", "held-out requests, as --data; also bfcl:CATEGORIES or api_bank:FOLDER (default: split off from the training requests)", "ours")
-    eval_questions: int = setting(200, "held-out requests", "ours")
-    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same requests); 0: only before and after", "code qwen.sh")
+    eval_data: str = setting("", "held-out questions, as --data; also bfcl:CATEGORIES or api_bank:FOLDER (default: split off from the training questions)", "ours")
+    eval_questions: int = setting(200, "held-out questions", "ours")
+    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "code qwen.sh")
     save_every: int = setting(20, "checkpoint every so many steps", "code qwen.sh")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another system prompt; it must hold {tools}", "ours")
     # rollout
-    prompts: int = setting(12, "requests per step", "paper App. B")
-    samples: int = setting(8, "replies per request (GRPO's group size)", "paper App. B")
+    prompts: int = setting(12, "questions per step", "paper App. B")
+    samples: int = setting(8, "trajectories per question (GRPO's group size)", "paper App. B")
     temperature: float = setting(0.7, "sampling temperature, no top-p", "paper App. B")
     prompt_tokens: int = setting(384, "longest prompt; longer ones are skipped and counted", "paper App. B", "tokens")
-    turn_tokens: int = setting(96, "longest reply", "paper App. B", "tokens")
+    turn_tokens: int = setting(96, "longest model turn", "paper App. B", "tokens")
     # reward
     reward: Literal["binary", "no_think", "partial", "partial_names", "lexicographic", "llama"] = setting(
         "binary", "thought and exactly the right calls; calls alone; 0.2 for the thought, 0.8 for the calls; and 0.2 for the names alone; the code's v1; "
@@ -97,11 +100,11 @@ class Config:
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "code qwen.sh")
     lr: float = setting(4e-4, "learning rate of the policy (AdamW)", "paper App. B")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code qwen.sh", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "code qwen.sh", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip: float = setting(0.2, "clip range of the policy ratio, both sides", "code ppo_trainer.yaml")
-    kl: float = setting(0.0, "coefficient of the KL in the loss (k3)", "paper App. B")
+    kl: float = setting(0.0, "KL coefficient: k3 in the loss", "paper App. B")
     entropy: float = setting(0.0, "entropy bonus", "paper App. B")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
@@ -109,7 +112,7 @@ class Config:
     optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
     optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised start
-    sft_steps: int = setting(0, "supervised steps on the gold replies before RL; with --steps 0 instead of it", "paper Tab. 3")
+    sft_steps: int = setting(0, "supervised steps on the gold replies before RL; 0: none", "paper Tab. 3")
     sft_batch: int = setting(16, "replies per supervised step", "code qwen_sft.yaml")
     sft_lr: float = setting(4e-4, "peak learning rate of the supervised steps: a tenth of them up to it, then a cosine", "code qwen_sft.yaml")
     sft_think: bool = setting(True, "learn the thought too", "paper Tab. 3")
@@ -257,11 +260,12 @@ def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], pr
         loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.sft_steps, cfg.sft_lr, cfg.sft_steps // 10, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 # ---- Train ------------------------------------------------------------------------------------------------------------
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
-    """(training requests, held-out requests)."""
+    """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         held_out = load_requests(cfg.eval_data, split="test", limit=cfg.eval_questions) if cfg.eval_data else requests("eval", cfg.eval_questions)
         return requests("train", 4096, cfg.seed), held_out
@@ -279,19 +283,20 @@ def train(cfg: Config) -> None:
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group, n_prompts = cfg.samples, cfg.prompts
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
+    shard(model, reference)  # over the ranks, where there are several
     optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, 0, cfg.turn_tokens, turns=0)
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.turn_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.turn_tokens)
     tools, pool = {}, ToolPool(workers=0)
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
 
     def answer_eval() -> tuple[list[Trajectory], list[dict]]:
-        """Greedy replies to the held-out requests, and their reward parts."""
+        """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
-        return trajectories, [reward(t, t.example, cfg) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
         trajectories, parts = answer_eval()
@@ -337,7 +342,7 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature, kl=cfg.kl, kl_kind="k3",
                 entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
         clock.lap("update_s")
 
@@ -346,7 +351,7 @@ def train(cfg: Config) -> None:
                       {**joined(done), "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 

@@ -50,12 +50,12 @@ from typing import Literal
 
 import torch
 
-from common import losses, scoring
+from common import losses, ranks, scoring
 from common.calls import canonical, load_requests, loads, print_benchmark, read_gold
 from common.data import Example, order, training_and_held_out
-from common.engine import HFEngine
+from common.engine import make_engine
 from common.plan import print_plan
-from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy
+from common.policy import Critic, load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, End, ToolCall, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
@@ -69,10 +69,11 @@ from common.update import Experience, critic_step, joined, mini_batches, policy_
 class Config:
     """Defaults are the preset `tiny`. A source names where the published value (preset `paper`) stands, or says that it is ours."""
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
-    name: str = setting("", "name of the run's folder in runs/toolrl/ (default: preset and seed)", "ours")
+    name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(40, "optimisation steps (one rollout batch each)", "code run_grpo.sh")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
+    stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
     plan: bool = setting(False, "instead of training, print what these settings need: memory per GPU, tokens, disk; nothing is loaded", "ours")
     # model and data
@@ -80,19 +81,20 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = setting("float32", "type of the weights", "ours")
     device: str = setting("cpu", "cpu or cuda", "ours")
     threads: int = setting(0, "CPU threads; 0: one per core", "ours")
-    data: str = setting("tiny", "training requests: tiny, or files and hub data sets (ToolRL's, xLAM, ToolACE) with commas between them", "paper §4.1")
-    eval_data: str = setting("", "held-out requests, as --data; also bfcl:CATEGORIES or api_bank:FOLDER (default: split off from the training requests)", "ours")
-    eval_questions: int = setting(200, "held-out requests", "ours")
-    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same requests); 0: only before and after", "code run_grpo.sh")
+    engine: Literal["hf", "vllm"] = setting("hf", "engine that samples: hf, or vllm (make setup_vllm)", "ours")
+    data: str = setting("tiny", "training questions: tiny, or files and hub data sets (ToolRL's, xLAM, ToolACE) with commas between them", "paper §4.1")
+    eval_data: str = setting("", "held-out questions, as --data; also bfcl:CATEGORIES or api_bank:FOLDER (default: split off from the training questions)", "ours")
+    eval_questions: int = setting(200, "held-out questions", "ours")
+    eval_every: int = setting(10, "evaluate every so many steps, and before and after (greedy, same questions); 0: only before and after", "code run_grpo.sh")
     save_every: int = setting(20, "checkpoint every so many steps", "code run_grpo.sh")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another system prompt; it must hold {tools}", "ours")
     # rollout
-    prompts: int = setting(12, "requests per step", "paper App. B")
-    samples: int = setting(8, "replies per request (GRPO's group size; PPO uses 1)", "paper App. B")
+    prompts: int = setting(12, "questions per step", "paper App. B")
+    samples: int = setting(8, "trajectories per question (GRPO's group size; PPO uses 1)", "paper App. B")
     temperature: float = setting(1.0, "sampling temperature, no top-p", "paper App. B")
     prompt_tokens: int = setting(384, "longest prompt; longer ones are skipped and counted", "paper App. B", "tokens")
-    turn_tokens: int = setting(96, "longest reply", "paper App. B", "tokens")
+    turn_tokens: int = setting(96, "longest model turn", "paper App. B", "tokens")
     # reward
     reward: Literal["graded", "binary"] = setting("graded", "the paper's, or Tool-N1's: 1 for a thought and exactly the right calls, else 0", "paper §3.3")
     granularity: Literal["original", "finegrained", "intermediate", "coarse"] = setting(
@@ -109,7 +111,7 @@ class Config:
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
     updates: int = setting(1, "optimiser steps per rollout batch", "paper App. B")
     lr: float = setting(4e-4, "learning rate of the policy (AdamW)", "paper App. B")
-    warmup_steps: int = setting(3, "linear warm-up of the policy's rate, in steps", "code ppo_trainer.yaml", "steps")
+    warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "code ppo_trainer.yaml", "steps")
     critic_lr: float = setting(1e-3, "learning rate of the critic", "code run_ppo.sh")
     critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "code ppo_trainer.yaml", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
@@ -118,7 +120,7 @@ class Config:
     value_clip: float = setting(0.5, "clip range of the critic", "code ppo_trainer.yaml")
     gamma: float = setting(1.0, "discount", "code ppo_trainer.yaml")
     lam: float = setting(1.0, "GAE lambda", "code ppo_trainer.yaml")
-    kl: float = setting(0.0, "KL coefficient, k1 in the reward (the code's: 0.001)", "paper §3.4")
+    kl: float = setting(0.0, "KL coefficient: k1 in the reward (the code's: 0.001)", "paper §3.4")
     entropy: float = setting(0.0, "entropy bonus", "code ppo_trainer.yaml")
     importance_cap: float = setting(0.0, "cap of the sampler/trainer importance correction; 0: off", "ours")
     micro_tokens: int = setting(12288, "padded tokens per micro-batch; the gradient does not depend on it", "ours", "tokens")
@@ -126,7 +128,7 @@ class Config:
     optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
     optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised start
-    sft_steps: int = setting(0, "supervised steps on the gold replies before RL; 0: cold start", "paper §4.2")
+    sft_steps: int = setting(0, "supervised steps on the gold replies before RL; 0: none", "paper §4.2")
     sft_batch: int = setting(16, "replies per supervised step", "code issue 42")
     sft_lr: float = setting(4e-4, "peak learning rate of the supervised steps: a tenth of them up to it, then a cosine", "code issue 42")
 
@@ -364,11 +366,12 @@ def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], pr
         loss = supervised_step(model, optimizer, rows, lr=lr_at(step, cfg.sft_steps, cfg.sft_lr, cfg.sft_steps // 10, schedule="cosine"),
                                micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         run.log("warmup", 0, {"loss": loss})
+        run.stop_if_asked(0)
 
 
 # ---- Train ------------------------------------------------------------------------------------------------------------
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
-    """(training requests, held-out requests)."""
+    """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         held_out = load_requests(cfg.eval_data, split="test", limit=cfg.eval_questions) if cfg.eval_data else requests("eval", cfg.eval_questions)
         return requests("train", 4096, cfg.seed), held_out
@@ -386,22 +389,23 @@ def train(cfg: Config) -> None:
     group = cfg.samples if cfg.algorithm == "grpo" else 1
     n_prompts = cfg.prompts * cfg.samples // group
     reference = load_model(cfg.model, cfg.dtype, cfg.device)[0] if cfg.kl else None
-    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     critic = Critic(model) if cfg.algorithm == "ppo" else None
+    shard(model, reference, critic)  # over the ranks, where there are several
+    optimizer = make_optimizer(model.parameters(), cfg.lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
     critic_optimizer = make_optimizer(critic.parameters(), cfg.critic_lr, weight_decay=cfg.weight_decay, bf16=cfg.optimizer_bf16,
                                       offload=cfg.optimizer_offload) if critic else None
     budget = Budget(cfg.prompt_tokens, cfg.turn_tokens, 0, cfg.turn_tokens, turns=0)
-    engine = HFEngine(model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
-                      max_length=cfg.prompt_tokens + cfg.turn_tokens)
+    engine = make_engine(cfg.engine, model, tokenizer, max_slots=max(n_prompts * group, min(cfg.eval_questions, 256)),
+                         max_length=cfg.prompt_tokens + cfg.turn_tokens)
     tools, pool = {}, ToolPool(workers=0)
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template), tokenizer, budget)
     eval_prompts, _ = prompts_of(eval_set)
 
     def answer_eval() -> tuple[list[Trajectory], list[dict]]:
-        """Greedy replies to the held-out requests, and their reward parts, on the scale of the last step."""
+        """Greedy answers to the held-out questions, and their reward parts, on the scale of the last step."""
         engine.sync(model)
         trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
-        return trajectories, [reward(t, t.example, cfg, cfg.steps) for t in trajectories]
+        return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg, cfg.steps) for t in trajectories])
 
     if cfg.evaluate:
         trajectories, parts = answer_eval()
@@ -455,8 +459,8 @@ def train(cfg: Config) -> None:
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
             done.append(policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip, clip_high=cfg.clip,
-                aggregation=cfg.aggregation, budget_tokens=cfg.turn_tokens, temperature=cfg.temperature, entropy=cfg.entropy,
-                importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
+                aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature,
+                entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
             if critic:
                 done[-1] |= critic_step(critic, critic_optimizer, experience, rows, values_BT, returns_BT, trained_BT, value_clip=cfg.value_clip,
                                         lr=lr_at(step, cfg.steps, cfg.critic_lr, cfg.critic_warmup_steps), micro_tokens=cfg.micro_tokens,
@@ -468,7 +472,7 @@ def train(cfg: Config) -> None:
                       {**joined(done), "skipped_prompts": skipped})
         if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
             run.log_eval(step + 1, *answer_eval(), tokenizer)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or run.signal:
+        if run.signal or (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.save(step + 1, trained)
         run.stop_if_asked(step + 1)
 

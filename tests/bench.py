@@ -2,19 +2,21 @@
 
     make bench                         # the tiny model
     make bench ARGS="--model smollm2 --prompts 2"
+    make bench ENGINE=vllm ARGS="--part engines"       # both engines, 1 to 256 trajectories at once, with fast and slow tools
 
 The tiny model guesses before it is trained; here it first gets a few supervised steps on right traces, so that it uses its tool.
 The other side is what a plain training loop does: `model.generate` over the left-padded batch, one turn after the other, all rows
 waiting for the longest turn and the slowest tool, the whole history computed again each turn.
 """
 import argparse
+import importlib.util
 import statistics
 import time
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from common.engine import HFEngine
+from common.engine import HFEngine, make_engine
 from common.policy import load_model
 from common.rollout import Budget, Call, End, Tool, ToolCall, ToolPool, Turn, make_prompts, rollout
 from common.tiny.build import Phase, train
@@ -97,6 +99,59 @@ def seconds(ours, theirs, repeats: int) -> tuple[float, object, float, object]:
     return statistics.median(times[ours][1:]), results[ours], statistics.median(times[theirs][1:]), results[theirs]
 
 
+def side_by_side(model, tokenizer, prompts, budget: Budget, numbers: list[int], repeats: int, slow_s: float) -> None:
+    """Each engine on n greedy trajectories of different questions at once, with tools that answer at once and after `slow_s` seconds.
+
+    waiting: share of the wall time in which the engine did nothing. With slow tools no engine can be faster than its longest trajectory run
+    alone, nor than all of them with instant tools; `x bound` is the wall time over the larger of the two."""
+    names = ["hf"] + ["vllm"] * (importlib.util.find_spec("vllm") is not None)
+    engines = {name: make_engine(name, model, tokenizer, max_slots=max(numbers), max_length=budget.prompt_tokens + budget.trajectory_tokens) for name in names}
+    if len(names) == 1:
+        print("vLLM is not installed here: HFEngine alone (make bench ENGINE=vllm for both)")
+    tool, busy = search_tool("", search_r1.Config().topk, search_r1.render_passages), dict.fromkeys(names, 0.0)
+
+    def measured(name, step):
+        def timed():
+            started = time.perf_counter()
+            done = step()
+            busy[name] += time.perf_counter() - started
+            return done
+        return timed
+    for name, engine in engines.items():
+        engine.step = measured(name, engine.step)
+
+    def play(name, chosen, delay) -> tuple[float, float, list]:
+        """(wall seconds, share of them outside the engine, trajectories)."""
+        def search(calls):
+            time.sleep(delay)
+            return tool.run(calls)
+        pool, engine = ToolPool(workers=len(chosen) if delay else 1), engines[name]
+        engine.sync(model)                                 # empties the cache
+        busy[name], started = 0.0, time.perf_counter()
+        rows = rollout(engine, tokenizer, chosen, search_r1.environment, {"search": Tool(search, batch=1 if delay else 256)}, budget, pool,
+                       temperature=0.0, stop=search_r1.STOP, tool_lag=0 if delay else 2)
+        wall = time.perf_counter() - started
+        pool.close()
+        return wall, 1 - busy[name] / wall, rows
+
+    print("| trajectories | tools | engine | sampled tokens/s | waiting | wall s | bound s | x bound |\n|---|---|---|---|---|---|---|---|")
+    for n in numbers:
+        runs: dict = {(name, delay): [] for delay in (0.0, slow_s) for name in names}
+        for repeat in range(repeats + 1):                  # the engines take turns; the first round warms up
+            for key in runs:
+                runs[key].append(play(key[0], prompts[:n], key[1]))
+        for (name, delay), played in runs.items():
+            wall, waiting, rows = sorted(played[1:], key=lambda p: p[0])[(len(played) - 1) // 2]
+            tokens = sum(sum(t.mask) for t in rows)
+            bound = ""
+            if delay:
+                longest = max(range(n), key=lambda i: (len(rows[i].calls), sum(rows[i].mask)))
+                alone = statistics.median(play(name, [prompts[longest]], delay)[0] for _ in range(repeats))
+                compute = statistics.median(p[0] for p in runs[name, 0.0][1:])
+                bound = f"{max(alone, compute):.2f} ({'longest' if alone > compute else 'compute'}) | {wall / max(alone, compute):.2f}"
+            print(f"| {n} | {f'{delay:g} s' if delay else 'instant'} | {name} | {tokens / wall:.0f} | {waiting:.0%} | {wall:.2f} | {bound or '– | –'} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="tiny")
@@ -104,11 +159,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--part", choices=["all", "generate", "engines"], default="all", help="generate: against generate; engines: side by side")
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 8, 64, 256], help="trajectories at once, for the engines side by side")
+    parser.add_argument("--slow", type=float, default=0.5, help="seconds of a slow tool, for the engines side by side")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = tool_user("search_r1") if args.model == "tiny" else load_model(args.model)
     cfg = search_r1.Config()
     budget = Budget(cfg.prompt_tokens if args.model == "tiny" else 400, cfg.turn_tokens, 400, 1200, cfg.max_turns)
+    if args.part != "generate":
+        many, _ = make_prompts(questions("eval", max(args.concurrent)), lambda e: search_r1.render(e, tokenizer), tokenizer, budget)
+        print(f"{args.model}, {args.threads} threads, engines side by side, greedy, median of {args.repeats}", flush=True)
+        side_by_side(model, tokenizer, many, budget, args.concurrent, args.repeats, args.slow)
+    if args.part == "engines":
+        return
     tool = search_tool("", cfg.topk, search_r1.render_passages)
     prompts, _ = make_prompts(questions("eval", args.prompts), lambda e: search_r1.render(e, tokenizer), tokenizer, budget)
     n = len(prompts) * args.samples

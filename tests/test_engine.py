@@ -273,8 +273,8 @@ def test_the_earliest_of_several_stops_wins(monkeypatch):
 
 def test_text_is_decoded_only_when_a_stop_is_in_sight(monkeypatch):
     engine, calls = make_engine(tokenizer=make_tokenizer(PIECES)), []
-    plain = engine._plain
-    monkeypatch.setattr(engine, "_plain", lambda ids: calls.append(len(ids)) or plain(ids))
+    plain = engine.texts.plain
+    monkeypatch.setattr(engine.texts, "plain", lambda ids: calls.append(len(ids)) or plain(ids))
     engine.submit([0], max_new_tokens=150, stop=("no such text",), seed=1)
     drain(engine)
     assert len([c for c in calls if c > 2]) == 1            # the final text; the others fill the table of pieces

@@ -278,15 +278,16 @@ def test_optimizer_step_clips_sets_the_rate_and_zeroes():
     torch.testing.assert_close(optimizer.state[layer.weight]["exp_avg"], 0.1 * torch.tensor([[0.3, 0.4]]), rtol=1e-4, atol=1e-6)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_weights_change():
+def test_a_gradient_that_is_not_finite_changes_nothing(capfd):
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     optimizer = policy.make_optimizer(layers.parameters(), lr=1.0)
     layers(torch.ones(1, 2)).sum().backward()
     layers[1].weight.grad[0, 1] = math.nan
     before = [p.detach().clone() for p in layers.parameters()]
-    with pytest.raises(RuntimeError, match=r"norm is nan: no step was taken; not finite in 1 parameters: 1\.weight"):
-        policy.optimizer_step(layers, optimizer, 1.0)
+    assert math.isnan(policy.optimizer_step(layers, optimizer, 1.0, lr=0.5))
+    assert "norm is nan: this step is skipped; not finite in 1 parameters: 1.weight" in capfd.readouterr().err
     assert all(torch.equal(p, b) for p, b in zip(layers.parameters(), before)) and not optimizer.state
+    assert all(p.grad is None for p in layers.parameters()) and optimizer.param_groups[0]["lr"] == 1.0
 
 
 def test_learning_rate_schedules():
@@ -337,7 +338,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path):
             Path(folder, "half.json").write_text("{")
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match="cannot write the model to .*No space"):
         policy.save_policy(tmp_path / "checkpoint", model, FullDisk())
     assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoint").iterdir()} == before
     assert os.listdir(tmp_path) == ["checkpoint"]

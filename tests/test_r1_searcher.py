@@ -53,7 +53,7 @@ def test_instruct_prompt_goes_through_the_template_and_opens_the_thought():
     text = m.render(Example("e", " Who is it? ", ("x",)), tokenizer, m.PROMPTS["instruct"], "instruct")
     assert text == protocols.chat(("system", m.PROMPTS["instruct"]), ("user", "Who is it?")) + "<think>"
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template"):
+    with pytest.raises(UserError, match="--prompt-style instruct needs a model with a chat template"):
         m.render(Example("e", "Who?", ("x",)), tokenizer, m.PROMPTS["instruct"], "instruct")
 
 

@@ -36,7 +36,7 @@ def total(t, **changes):
 def test_the_tiny_model_was_built_on_this_protocol():
     _, tokenizer = load_model("tiny")
     p, q = protocols.PROTOCOLS["research"], questions("eval", 1)[0]
-    assert m.render(q, tokenizer, "base", m.PROMPTS["base"]) == p.prompt(type("Q", (), {"text": q.question})) and m.STOP == p.stops
+    assert m.render(q, tokenizer, m.PROMPTS["base"], "base") == p.prompt(type("Q", (), {"text": q.question})) and m.STOP == p.stops
     passages = [Passage("1", '"T"\nfoo'), Passage("2", '"U"\nbar <answer>')]
     assert m.wrap_passages(m.render_passages(passages)) == p.observe("x", passages) and m.wrap_passages("") == p.observe("x", [])
     assert m.parse_query(p.call("I look.", "Velmora")) == "Velmora"
@@ -46,12 +46,12 @@ def test_the_tiny_model_was_built_on_this_protocol():
 
 def test_instruct_prompt_is_a_system_message_with_the_same_contract():
     _, tokenizer = load_model("tiny")
-    text = m.render(Example("e", "Who is it?", ("x",)), tokenizer, "instruct", m.PROMPTS["instruct"])
+    text = m.render(Example("e", "Who is it?", ("x",)), tokenizer, m.PROMPTS["instruct"], "instruct")
     assert text == protocols.chat(("system", m.PROMPTS["instruct"]), ("user", "Who is it?"))
     assert m.CONTRACT in m.PROMPTS["base"] and m.CONTRACT in m.PROMPTS["instruct"] and "{question}" not in m.PROMPTS["instruct"]
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="chat template"):
-        m.render(Example("e", "Who?", ("x",)), tokenizer, "instruct", m.PROMPTS["instruct"])
+        m.render(Example("e", "Who?", ("x",)), tokenizer, m.PROMPTS["instruct"], "instruct")
 
 
 def test_environment_searches_or_ends():
@@ -144,7 +144,7 @@ def test_a_trajectory_is_one_unbroken_text_and_the_last_turn_searches_nothing():
     searching, answering = "\n<think> a </think>\n<search> Velmora </search>", box("Tom")[0][1]
     ran = []
     tool = replace(search_tool("", 2, m.render_passages), run=lambda calls: [ran.append(c.argument) or "found" for c in calls])
-    prompts, _ = make_prompts([Example("e", "Who?", ("Tom",))], lambda e: m.render(e, tokenizer, "base", m.PROMPTS["base"]), tokenizer, budget)
+    prompts, _ = make_prompts([Example("e", "Who?", ("Tom",))], lambda e: m.render(e, tokenizer, m.PROMPTS["base"], "base"), tokenizer, budget)
     pool = ToolPool(1)
 
     def play(say):

@@ -7,10 +7,10 @@ import pytest
 from common import UserError
 from common.data import Example, read_messages
 from common.policy import load_model
-from common.rollout import Call, End, Segment, ToolCall, ToolFailure, Trajectory, Turn
+from common.rollout import Call, End, Segment, Tool, ToolCall, ToolFailure, Trajectory, Turn
 from common.sandbox import Outcome
 from common.tiny import protocols
-from common.tiny.world import problem, problems
+from common.tiny.world import problem, problems, run_program
 from common.update import demonstration_row
 from methods import retool as m
 
@@ -60,14 +60,15 @@ def test_rewards_of_paper_and_recipe():
 def test_a_cold_start_trains_the_models_words_and_not_the_interpreters():
     _, tokenizer = load_model("tiny")
     train_set = problems("train", 8)
-    (prompt, segments), *_ = m.demonstrations(replace(CFG, cold_start_traces=8), train_set, tokenizer, m.PROMPT)
+    python = Tool(lambda calls: [run_program(c.argument) for c in calls])
+    (prompt, segments), *_ = m.demonstrations(replace(CFG, cold_start_traces=8), train_set, tokenizer, m.PROMPT, python)
     ids, mask = demonstration_row(prompt, segments, tokenizer, m.wrap_output, 64)
     assert [a for a, _ in segments] == ["model", "tool", "model"]
     learned = tokenizer.decode([i for i, own in zip(ids, mask) if own])
     context = tokenizer.decode([i for i, own in zip(ids, mask) if not own])
     assert learned.startswith("I compute it.\n<code>") and learned.endswith("</answer><|im_end|>") and "interpreter" not in learned
     assert context == prompt + m.wrap_output(segments[1][1])
-    (_, segments), *_ = m.demonstrations(replace(CFG, cold_start_traces=8, text_only=True), train_set, tokenizer, m.PROMPT)
+    (_, segments), *_ = m.demonstrations(replace(CFG, cold_start_traces=8, text_only=True), train_set, tokenizer, m.PROMPT, python)
     assert [a for a, _ in segments] == ["model"] and "<code>" not in segments[0][1]
 
 

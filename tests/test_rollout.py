@@ -52,6 +52,19 @@ def test_turns_results_and_answer_are_appended_in_order_with_their_authors():
     assert t.mask[-1] == 1  # the end token the model sampled is trained
 
 
+def test_every_turn_continues_the_tokens_that_stand():
+    """Token in, token out, also where the text does not show it: an end token that was sampled before a notice stays in the history."""
+    (t,), engine = run(scripted("hm", "one?", "done!"))
+    assert [s.author for s in t.segments] == ["model", "notice", "model", "tool", "model"]
+    starts = [s.start for s in t.segments if s.author == "model"]
+    assert [ids for ids, _ in engine.submitted] == [t.prompt_ids + t.ids[:start] for start in starts]
+
+
+def test_trajectories_come_back_by_question_and_then_by_sample():
+    trajectories, _ = run(scripted("done!"), n=3, samples=2)  # advantages are computed over neighbours
+    assert [(t.example.id, t.group, t.sample) for t in trajectories] == [(f"e{g}", g, s) for g in range(3) for s in range(2)]
+
+
 def test_budget_of_turns_then_one_last_turn_whose_call_is_not_run():
     (t,), _ = run(scripted("a?"))
     assert t.stop == "turns" and t.turns == 4 and len(t.calls) == 3
@@ -258,3 +271,10 @@ def test_collated_rows_hold_every_number_at_its_token():
         assert batch.sampled_BT[b].nonzero().flatten().tolist() == [start + i for i, m in enumerate(t.mask) if m]
         assert batch.response_BT[b].nonzero().flatten().tolist() == list(range(start, end))
         assert (~batch.sampler_BT[b].isnan()).equal(batch.sampled_BT[b])
+
+
+def test_sampled_tokens_is_what_a_model_can_write_at_most():
+    assert Budget(100, 40, 160, 512, turns=3).sampled_tokens == 4 * 40  # three turns with a call and a last one
+    assert Budget(100, 40, 160, 512, turns=3, final_turn=False).sampled_tokens == 3 * 40
+    assert Budget(100, 8192, 8192, 8192, turns=32).sampled_tokens == 8192  # a turn may fill the trajectory
+    assert Budget(100, 96, 0, 96, turns=0).sampled_tokens == 96

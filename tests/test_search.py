@@ -16,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import UserError, search
-from common.search import BM25, Hit, Passage, RemoteRetriever, RetrieverDown, neutralise, open_retriever, read_corpus
+from common import bm25 as bm25_module
+from common.bm25 import BM25, tokenise
+from common.corpus import MAX_QUERY_CHARS, Hit, Passage, read_corpus
+from common.search import RemoteRetriever, RetrieverDown, neutralise, open_retriever
 
 ROWS = [
     ("0", '"Ada Lovelace"\nAda Lovelace was an English mathematician who wrote about the Analytical Engine.'),
@@ -37,7 +40,7 @@ def corpus(tmp_path):
 
 @pytest.fixture(autouse=True)
 def fresh_process_cache():
-    search._loaded.clear()
+    bm25_module._loaded.clear()
 
 
 def ids(hits):
@@ -112,9 +115,9 @@ def test_scores_are_lucenes():
     """One value worked out by hand: idf ln(1 + (N - df + 0.5)/(df + 0.5)), tf / (tf + k1 (1 - b + b L / mean L))."""
     import math
     bm25 = BM25(PASSAGES)
-    lengths = [len(search.tokenise(p.contents)) for p in PASSAGES]
+    lengths = [len(tokenise(p.contents)) for p in PASSAGES]
     idf = math.log(1 + (5 - 1 + 0.5) / 1.5)
-    tf = search.tokenise(PASSAGES[3].contents).count("beijing")
+    tf = tokenise(PASSAGES[3].contents).count("beijing")
     expected = idf * tf / (tf + 1.2 * (1 - 0.75 + 0.75 * lengths[3] / (sum(lengths) / 5)))
     assert bm25.search(["beijing"], 1)[0][0].score == pytest.approx(expected, rel=1e-5)
 
@@ -152,7 +155,7 @@ def test_batch_equals_single(contents, queries, k):
     batch = bm25.search(queries, k)
     assert batch == [bm25.search([q], k)[0] for q in queries]
     for query, hits in zip(queries, batch, strict=True):
-        found = {i for i, c in enumerate(contents) if set(search.tokenise(c)) & set(search.tokenise(query))}
+        found = {i for i, c in enumerate(contents) if set(tokenise(c)) & set(tokenise(query))}
         assert len(hits) == min(k, len(found)) and {int(i) for i in ids(hits)} <= found
         assert hits == sorted(hits, key=lambda h: (-h.score, int(h.passage.id)))
 
@@ -182,8 +185,8 @@ def test_threads_agree():
 # the index on disk ------------------------------------------------------------------------------------------------------------------
 
 def count_builds(monkeypatch):
-    builds, build = [], search._build_index
-    monkeypatch.setattr(search, "_build_index", lambda passages: builds.append(1) or build(passages))
+    builds, build = [], bm25_module._build
+    monkeypatch.setattr(bm25_module, "_build", lambda *folders: builds.append(1) or build(*folders))
     return builds
 
 
@@ -198,30 +201,31 @@ def test_index_is_reused(corpus, monkeypatch, capsys):
     builds = count_builds(monkeypatch)
     first = BM25.from_file(corpus)
     assert BM25.from_file(str(corpus)) is first  # once per process
-    search._loaded.clear()
+    bm25_module._loaded.clear()
     second = BM25.from_file(corpus)
     assert len(builds) == 1 and len(entries(corpus)) == 1
     assert first.search(QUERIES, 3) == second.search(QUERIES, 3) == BM25(PASSAGES).search(QUERIES, 3)
     assert capsys.readouterr() == ("", "")
 
 
-def test_changed_corpus_is_indexed_again(corpus, monkeypatch):
+def test_changed_corpus_is_indexed_again(corpus, monkeypatch, capsys):
     builds = count_builds(monkeypatch)
     BM25.from_file(corpus)
-    left = Path(f"{corpus}.bm25") / ".tmp-99999999"
-    left.mkdir()  # as after a kill in mid-write
+    left = Path(f"{corpus}.bm25") / ".part"
+    (left / "spill").mkdir(parents=True)  # as after a kill in mid-write
     corpus.write_text(corpus.read_text() + '{"id": "5", "contents": "\\"Quito\\"\\nQuito is in Ecuador."}\n')
     assert ids(BM25.from_file(corpus).search(["Ecuador"], 3)[0]) == ["5"]
     assert len(builds) == 2 and len(entries(corpus)) == 1 and not left.exists()
+    assert f"the corpus {corpus} has changed since the search index {corpus}.bm25/index was made; building it again" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "sums"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
 def test_damaged_index_is_rebuilt_and_said(corpus, damage, monkeypatch, capsys):
     BM25.from_file(corpus)
-    search._loaded.clear()
+    bm25_module._loaded.clear()
     builds = count_builds(monkeypatch)
     entry, = entries(corpus)
-    data = entry / "data.csc.index.npy"
+    data = entry / "scores.f32"
     if damage == "flip":
         content = bytearray(data.read_bytes())
         content[-1] ^= 1
@@ -231,12 +235,12 @@ def test_damaged_index_is_rebuilt_and_said(corpus, damage, monkeypatch, capsys):
     elif damage == "remove":
         data.unlink()
     else:
-        (entry / "sums.json").write_text("{")
+        (entry / "manifest.json").write_text("{")
     assert BM25.from_file(corpus).search(QUERIES, 3) == BM25(PASSAGES).search(QUERIES, 3)
     assert "is damaged; building it again" in capsys.readouterr().err
-    search._loaded.clear()
+    bm25_module._loaded.clear()
     BM25.from_file(corpus)
-    assert len(builds) == 2  # the second is BM25(PASSAGES) above: the mended index was read
+    assert len(builds) == 1  # the mended index was read
 
 
 def test_unwritable_folder_keeps_the_index_in_memory(corpus, capsys):
@@ -248,7 +252,7 @@ def test_unwritable_folder_keeps_the_index_in_memory(corpus, capsys):
 def test_full_disk_keeps_the_index_in_memory(corpus, capsys, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(search.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert ids(BM25.from_file(corpus).search(["Peru"], 3)[0]) == ["4"]
     assert "No space left on device" in capsys.readouterr().err
     assert entries(corpus) == []
@@ -257,7 +261,7 @@ def test_full_disk_keeps_the_index_in_memory(corpus, capsys, monkeypatch):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_folder(corpus, capsys, monkeypatch):
     BM25.from_file(corpus)
-    search._loaded.clear()
+    bm25_module._loaded.clear()
     builds = count_builds(monkeypatch)
     for folder in (Path(f"{corpus}.bm25"), corpus.parent):
         folder.chmod(0o555)
@@ -383,7 +387,7 @@ def test_big_batches_are_split():
         assert [ids(r) for r in results] == [[f"q{i}"] if i % 3 else [] for i in range(15)]
         assert [len(body["queries"]) for _, body in seen] == [4, 4, 2]
         client(url).search(["x" * 100_000], 1)
-        assert len(seen[-1][1]["queries"][0]) == search.MAX_QUERY_CHARS
+        assert len(seen[-1][1]["queries"][0]) == MAX_QUERY_CHARS
 
 
 @pytest.mark.parametrize("status", [503, 500, 429])

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,3 +117,10 @@ def test_demonstrations_follow_the_protocol_and_their_results_are_not_learned():
     ids, mask = demonstration_row("Q", found[0], tokenizer, m.wrap_passages, 160)
     learned = tokenizer.decode([i for i, k in zip(ids, mask) if k])
     assert learned == found[0][0][1] + found[0][2][1] and len(ids) == len(mask)
+
+
+def test_after_supervised_steps_the_kl_is_to_the_model_they_end_with(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    m.train(m.Config(steps=1, prompts=2, samples=2, eval_questions=2, eval_every=0, warmup=1, warmup_traces=4, warmup_lr=1e-3, kl=0.1, threads=1))
+    rows = [json.loads(line) for line in (tmp_path / "runs/search_r1/tiny-seed0/metrics.jsonl").read_text().splitlines()]
+    assert [r["kl"] for r in rows if r["kind"] == "train"] == [0.0] and any(r["kind"] == "warmup" for r in rows)

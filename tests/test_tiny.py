@@ -3,6 +3,7 @@ import random
 import re
 
 import pytest
+import torch
 
 from common.policy import TINY_FOLDER, load_model
 from common.tiny import build, protocols, traces
@@ -109,12 +110,38 @@ def test_plain_reading_is_always_right_and_the_answer_was_there_to_read():
     assert answered > 600
 
 
+def test_the_exercise_of_calls_copies_what_stands_before_and_its_records_are_right():
+    w, kinds = world(3), set()
+    for number in range(200):
+        read, segments = "", traces.calling_trace(random.Random(number), w)
+        for (author, piece), (_, before) in zip(segments, [("", "")] + segments):
+            if author == "model" and "<think>" not in piece and not before.endswith('"name": "'):  # a tool's own name need not stand before
+                assert piece in read
+            read += piece
+        said = "".join(t for author, t in segments if author in ("form", "model"))
+        for record in re.findall(r'{"name": [^{}]*}', said):
+            facts = json.loads(record)
+            if (name := facts.pop("name")) in w.facts and {"year", "published", "river"} & set(facts):
+                assert {k: str(v) for k, v in facts.items()} == w.facts[name]
+                kinds.add("record")
+        kinds |= {k for k in ("web_search", "browse_webpage", "parameters", "arguments") if k in said}
+    assert kinds == {"record", "web_search", "browse_webpage", "parameters", "arguments"}
+
+
+def test_tied_forms_differ_by_one_vector():
+    model, tokenizer = load_model("tiny")
+    build.tie_forms(model, tokenizer)
+    table, vocabulary = model.get_input_embeddings().weight, tokenizer.get_vocab()
+    apart = torch.stack([table[vocabulary[name]] - table[vocabulary["Ġ" + name]] for name in ("Sable", "Vera", "painter", "Monday")])
+    assert torch.allclose(apart, apart[0].expand_as(apart), atol=1e-6)
+
+
 def test_pretraining_never_uses_a_world_of_training_or_evaluation(monkeypatch):
     used = set()
     monkeypatch.setattr(traces, "world", lambda seed: used.add(seed) or world(seed))
     for number in (0, 1, 2, 3, 500, 10**6):
         for phase in build.PHASES[1:]:
-            build.trace(phase.seed, number, reading=phase.reading, sloppy=phase.sloppy, mixture=phase.mixture)
+            build.trace(phase.seed, number, reading=phase.reading, calling=phase.calling, sloppy=phase.sloppy, mixture=phase.mixture)
         traces.trace(0, number, "search_r1")
     assert used and not used & {e.meta["world"] for seed in (0, 1, 7) for e in questions("train", 50, seed) + questions("eval", 50)}
     assert max(used) < 0

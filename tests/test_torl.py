@@ -112,3 +112,14 @@ def test_problems_of_training_and_evaluation():
     assert {e.meta["kind"] for e in rows} == {"easy", "hard"} and all(str(eval(e.meta["expression"])) == e.answers[0] for e in rows)
     hard = {e.question for e in rows if e.meta["kind"] == "hard"}
     assert len(hard & {e.question for e in problems("train", 4096)}) <= 2  # by chance
+
+
+def test_programs_by_rule_of_gsm8k_solutions():
+    from common.data import Example
+    from common.warmup import program_by_rule
+    e = lambda solution: Example("1", "q", ("3",), {"solution": solution})
+    assert program_by_rule(e("2/2=<<2/2=1>>1 bolt\n2+1=<<2+1=3>>3\n#### 3")) == "x1 = 2/2\nx2 = 2+x1\nprint(x2)"
+    assert program_by_rule(e("<<80,000*50%=40,000>>40,000 and <<40000+1=40001>>")) == "x1 = 80000*50/100\nx2 = x1+1\nprint(x2)"
+    assert program_by_rule(e("no marks\n#### 3")) is None
+    assert program_by_rule(e("<<2x=6>>")) is None
+    assert program_by_rule(Example("1", "q", ("6",), {"expression": "2 * 3"})) == "print(2 * 3)"

@@ -107,6 +107,25 @@ def test_the_end_token_receives_gradient_and_an_observation_none():
     assert bool(logp[0, 6:8].isnan().all())  # what a tool wrote has no log-prob to learn from
 
 
+def test_the_end_token_is_trained_although_it_is_the_padding_token():
+    model, x = tiny_random_model(), experience(advantages=[1.0, 0, 0, 0, 0, 0])
+    x.ids_BT[0, int(x.lengths_B[0]) - 1] = model.config.pad_token_id
+    logp, _ = token_logprobs(model, x.ids_BT, x.sampled_BT, 0.7)
+    (-logp[0][x.sampled_BT[0]].sum() / x.sampled_BT.sum()).backward()
+    by_hand = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    assert_same(gradient(model, x, range(6), aggregation="token", micro_tokens=45), by_hand)
+
+
+@pytest.mark.parametrize("term,way", [("kl", -1), ("entropy", 1)])
+def test_the_kl_term_pulls_towards_the_reference_and_the_entropy_term_towards_chance(term, way):
+    model, x = tiny_random_model(), experience(advantages=[0.0] * 6, reference=tiny_random_model(seed=1))
+    optimizer = make_optimizer(model.parameters(), 1e-3)
+    step = lambda: policy_step(model, optimizer, x, range(6), **{**OPTIONS, "lr": 1e-3}, aggregation="token", micro_tokens=45, **{term: 1.0})[term]
+    before, after = step(), step()
+    assert way * (after - before) > 0.01
+
+
 def test_the_old_policy_is_filled_in_by_the_first_update_and_kept_for_the_next():
     model, x = tiny_random_model(), experience()
     want = score(model, x.ids_BT, x.lengths_B, x.starts_B, x.sampled_BT, temperature=0.7, micro_tokens=45)
