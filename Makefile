@@ -91,7 +91,7 @@ report: setup  ## rebuild the page of a run: make report RUN=runs/search_r1/tiny
 
 .PHONY: diff diff_table settings_table run fork sweep compare claims exercises
 diff: setup  ## two method files side by side, each difference named: make diff A=search_r1 B=research
-	$(V) -m common.side_by_side $(A) $(B)
+	$(V) -m common.side_by_side "$(A)" "$(B)"
 
 diff_table: setup  ## how far all method files are apart, and a page for every pair
 	$(V) -m common.side_by_side

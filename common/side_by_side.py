@@ -479,7 +479,7 @@ def command(arguments: Sequence[str]) -> None:
     if not arguments:
         path, text = write_table()
         print(f"{text}\n\nopen {path}")
-    elif len(arguments) == 2:
+    elif len(arguments) == 2 and all(arguments):
         a, b = arguments
         pairs = compare(load(a).text, load(b).text)
         print(f"{a} and {b}: " + ", ".join(f"{kind} {n}" for kind, n in total(pairs, "kind").items() if n) + " lines in one of the two only")

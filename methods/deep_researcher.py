@@ -95,9 +95,8 @@ class Config:
     cache_days: float = setting(7.0, "days a kept result is good for", "code generation.py", "days")
     page_s: float = setting(10.0, "longest fetch of a page", "ours", "seconds")
     page_bytes: int = setting(4 << 20, "largest page, as sent and unpacked", "ours", "bytes")
-    reader: str = setting("text", "who reads pages: text (they are passed on as they are), policy, a model (as --model), or an OpenAI-compatible endpoint (http...)", "code scrl/handler/ (reading agent)",
-                          published="an endpoint")
-    reader_model: str = setting("", "name of the model at the endpoint; its key: OPENAI_API_KEY", "code scrl/handler/ (reading agent)", published="qwen-plus")
+    reader: str = setting("text", "who reads pages: text (they are passed on as they are), policy, a model (as --model), or an OpenAI-compatible endpoint (http...)", "code scrl/handler/ (reading agent)")
+    reader_model: str = setting("", "name of the model at the endpoint; its key: OPENAI_API_KEY", "code scrl/handler/ (reading agent)")
     reader_tokens: int = setting(2048, "policy or model as reader: longest question with its portion of a page, and answer", "ours", "tokens")
     reader_answer_tokens: int = setting(256, "longest note of a reader", "ours", "tokens")
     portion_chars: int = setting(40960, "length of the portions in which a page is read", "code scrl/handler/ (reading agent)", "characters")

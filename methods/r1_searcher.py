@@ -300,9 +300,9 @@ def train(cfg: Config) -> None:
                          max_length=cfg.prompt_tokens + cfg.trajectory_tokens)
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)}, ToolPool()
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template, cfg.prompt_style), tokenizer, budget)
-    sample = lambda prompts, samples, step: rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=samples,
-                                                    temperature=cfg.temperature, stop=STOP, seed=cfg.seed, step=step)
     if cfg.select:
+        sample = lambda prompts, samples, step: rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=samples,
+                                                        temperature=cfg.temperature, stop=STOP, seed=cfg.seed, step=step)
         picked = order(cfg.seed, 0, len(train_set), min(cfg.select_questions, len(train_set)))
         return select(cfg, prompts_of([train_set[i] for i in picked])[0], sample)
     eval_prompts, _ = prompts_of(eval_set)
@@ -334,7 +334,8 @@ def train(cfg: Config) -> None:
         stage, k, of, data = (1, step, cfg.stage1_steps, stage1_set) if step < cfg.stage1_steps else \
             (2, step - cfg.stage1_steps, cfg.steps - cfg.stage1_steps, train_set)
         prompts, skipped = prompts_of([data[i] for i in order(cfg.seed, k, len(data), n_prompts[stage])])
-        trajectories = sample(prompts, group, step)
+        trajectories = rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=group, temperature=cfg.temperature,
+                               stop=STOP, seed=cfg.seed, step=step)
         clock.lap("sample_s")
 
         # 2. score

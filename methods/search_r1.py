@@ -290,7 +290,8 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
-            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, template), lambda e: demonstration(e, tools["search"]), wrap_passages, run)
+            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, template),
+                    lambda e: demonstration(e, tools["search"]), wrap_passages, run)
             run.log_eval(0, *answer_eval(), tokenizer)
             if reference:  # RL starts here, and stays near here
                 reference.load_state_dict(model.state_dict())

@@ -111,7 +111,7 @@ class Config:
     gradient_checkpointing: bool = setting(False, "keep only every layer's input for the backward pass, and compute the rest again", "ours")
     optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
     optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
-    # supervised warm-up (ours, no paper's): for models that never follow the protocol on their own
+    # supervised warm-up (not part of the paper)
     warmup: int = setting(0, "supervised steps on traces built by rule, before RL", "ours")
     warmup_traces: int = setting(48, "traces for the warm-up", "ours")
     warmup_lr: float = setting(1e-4, "learning rate of the warm-up", "ours")
@@ -235,7 +235,8 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
-            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, template), lambda e: demonstration(e, tools["python"], tokenizer.eos_token), wrap_output, run)
+            warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, template),
+                    lambda e: demonstration(e, tools["python"], tokenizer.eos_token), wrap_output, run)
             run.log_eval(0, *answer_eval(), tokenizer)
 
     for step in range(first, cfg.steps):

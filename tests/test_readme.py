@@ -19,7 +19,7 @@ TARGETS = set(re.findall(r"^([a-z_0-9]+):", MAKEFILE, re.M))
 SOURCES = {p: p.read_text() for folder in ("common", "methods", "tests") for p in Path(folder).rglob("*.py") if p.name not in ("test_readme.py", "test_provenance.py")}
 SOURCE = "\n".join([*SOURCES.values(), MAKEFILE, Path("requirements.txt").read_text(), Path(".gitignore").read_text()])
 WORDS = set(re.findall(r"\w+", SOURCE))
-FLAGS = set(re.findall(r"--[a-z][a-z0-9-]+", "\n".join(t for p, t in SOURCES.items() if p.parts[0] == "common" or "bench" in p.name or "check" in p.name)))
+FLAGS = set(re.findall(r"--[a-z][a-z0-9_-]+", "\n".join(t for p, t in SOURCES.items() if p.parts[0] == "common" or "bench" in p.name or "check" in p.name)))
 
 
 @functools.cache
@@ -27,6 +27,12 @@ def method(name):
     m = importlib.import_module(f"methods.{name}")
     fields = {f.replace("_", "-") for f in m.Config.__dataclass_fields__}
     return m, {f"--{f}" for f in fields} | {f"--no-{f}" for f in fields}
+
+
+@functools.cache
+def torchrun_help() -> str:
+    from torch.distributed.run import get_args_parser
+    return get_args_parser().format_help()
 
 
 def is_metric(name: str) -> bool:
@@ -48,8 +54,7 @@ def wrong_commands(text: str) -> list[str]:
             out.append(f"make {target}: no such target")
             continue
         given = dict(word.split("=", 1) for word in shlex.split(variables))
-        recipe = re.search(rf"^{target}:.*\n((?:\t.*\n?)*)", MAKEFILE, re.M)[1]
-        out += [f"make {target}: {v}= is not used by it" for v in given if f"$({v})" not in recipe and f"$(or $({v})," not in recipe]
+        out += [f"make {target}: the Makefile does not know {v}" for v in given if not re.search(rf"\$\({v}\b", MAKEFILE)]
         if target in METHODS and "ARGS" in given:
             m, flags = method(target)
             words = [re.sub(r"^N$", "1", w) for w in shlex.split(given["ARGS"])]
@@ -66,16 +71,17 @@ def wrong_commands(text: str) -> list[str]:
         if name.split(".")[0] in ("methods", "common", "tests") and name.split(".")[-1] not in EXAMPLES and not importlib.util.find_spec(name):
             out.append(f"python -m {name}: no such module")
     every = FLAGS.union(*(method(name)[1] for name in METHODS))
-    return out + [f"{flag}: no method and no command has this flag" for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text) if flag not in every | own | {"--help"}]
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", text)) - every - own - {"--help"}
+    return out + [f"{flag}: no method and no command has this flag" for flag in sorted(flags) if flag not in torchrun_help()]
 
 
 def wrong_names(span: str) -> list[str]:
     """A single word in backticks that is no file, target, method, setting, metric or name in the sources."""
     if "/" in span and re.fullmatch(r"[\w./*-]+", span) or re.fullmatch(r"[\w-]+\.(py|md|svg|html|jsonl?|parquet|txt)", span):
-        if span.startswith(("runs/", "/")) or any(list(Path(folder).glob(span)) for folder in (".", "common", "tests", "docs") if not span.startswith("/")):
+        if span.startswith(("runs/", "/")) or Path(span).stem in EXAMPLES or any(list(Path(folder).glob(span)) for folder in (".", "common", "tests", "docs")):
             return []
-        ours = span.startswith(("methods/", "common/", "tests/", "docs/")) or span.endswith((".py", ".md", ".svg"))
-        return [f"{span}: no such file"] if ours or span.strip("/") not in SOURCE else []
+        ours = span.startswith(("methods/", "common/", "tests/", "docs/")) or span.endswith(".py")  # others are what a command writes, or a reader brings
+        return [f"{span}: no such file"] if ours or not all(word in WORDS for word in re.findall(r"\w+", span)) else []
     if re.fullmatch(r"[A-Za-z_][\w.*]*", span):
         known = is_metric(span) or span in TARGETS or all(part in WORDS for part in re.findall(r"\w+", span))
         return [] if known else [f"{span}: neither a metric nor anything else in the sources"]
@@ -120,7 +126,7 @@ def test_the_table_of_curves_says_what_the_metrics_say():
     ("`make search_r1 ARGS=\"--algorithm\nreinforce\"`", "refused"),
     ("`make torl ARGS=\"--algorithm ppo\"`", "make torl: it has no flag --algorithm"),
     ("`make diff A=search_r1 B=serch`", "make diff: there is no method serch"),
-    ("`make report FOLDER=x`", "make report: FOLDER= is not used by it"),
+    ("`make report FOLDER=x`", "make report: the Makefile does not know FOLDER"),
     ("`python -m common.reprot RUN`", "python -m common.reprot: no such module"),
     ("(`--mask-observation`)", "--mask-observation: no method and no command has this flag"),
     ("watch `zero_varianze_groups`", "zero_varianze_groups: neither a metric"),

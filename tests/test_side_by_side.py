@@ -38,7 +38,7 @@ def test_places_hold_every_line_once_and_in_order(name):
     ('NOTICE = ("\\nThat was', 'NOTICE = ("\\nThis was', "environment", ""),
     ("total = cfg.structure_score + cfg.retrieval_score * retrieved", "total = cfg.structure_score", "reward", ""),
     ('return questions("train", 4096, cfg.seed)', 'return questions("train", 512, cfg.seed)', "data", "load_data"),
-    ("weight_decay=cfg.weight_decay)\n    critic = ", "weight_decay=0.0)\n    critic = ", "infrastructure", "set-up"),
+    ("tools, pool = {\"search\": ", "tools, pool = {\"find\": ", "infrastructure", "set-up"),
     ("pool, samples=group, temperature=cfg.temperature,", "pool, samples=group, temperature=0.7,", "sampling", "1. sample"),
     ('rewards_B = torch.tensor([p["total"] for p in parts]', 'rewards_B = torch.tensor([p["em"] for p in parts]', "reward", "2. score"),
     ("advantages_BT = losses.whiten(advantages_BT, steps_BT)", "pass", "advantage", "3. advantages"),
@@ -151,6 +151,8 @@ def test_a_wrong_name_is_answered_with_the_nearest():
         s.command(["torl", "torl"])
     with pytest.raises(UserError, match="give two methods"):
         s.command(["torl"])
+    with pytest.raises(UserError, match="give two methods"):  # make diff A=torl
+        s.command(["torl", ""])
 
 
 SAME = [("Train", "1."), ("Train", "5."), ("Train", "end")]

@@ -20,7 +20,7 @@ MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_r
 POLICY = {
     "search": {"guess": 55, "no_tags": 6, "broken_call": 4, "wrong_query": 8, "stop_early": 6, "misread": 5, "right": 16},
     "math": {"guess": 52, "no_tags": 6, "broken_call": 8, "wrong_query": 10, "misread": 5, "right": 19},
-    "tools": {"wrong_tool": 8, "wrong_value": 12, "missing": 8, "no_call": 50, "broken_call": 5, "extra": 5, "right": 12},
+    "tools": {"wrong_tool": 8, "wrong_value": 12, "missing": 8, "no_call": 50, "broken_call": 5, "extra": 5, "right": 10},
 }
 LOOK = ("I should look up {}.", "I need to find {}.", "First I look up {}.")
 NEXT = ("Now I look up {}.", "Next I need {}.")
@@ -76,6 +76,8 @@ def _values(text: str) -> list[str]:
 def search_trace(protocol: Protocol, rng: random.Random, policy: str, q: Question, w: World) -> list[Segment]:
     if policy == "stop_early" and len(q.hops) < 2:  # nothing to stop before
         policy = "guess"
+    if protocol.name == "deep_researcher" and policy in ("no_tags", "broken_call"):  # the paper's start, an instruct model, keeps to the form; breaking
+        policy = rng.choice(("right", "misread", "wrong_query"))  # it costs -1, so that whoever broke it in every fourth call would unlearn to call
     web = make_web(rng, w) if protocol.name == "deep_researcher" else None
     k = 1 if protocol.name == "swirl" else rng.choices((1, 2, 3), (0.2, 0.6, 0.2))[0]
     out: list[Segment] = [("prompt", protocol.prompt(q))]
@@ -258,7 +260,7 @@ def calling_trace(rng: random.Random, w: World) -> list[Segment]:
 
     Names, numbers and addresses are copied into it from what stands before. "Sable" and " Sable" are two entries of the vocabulary, so a copied
     name has to change form, and sloppy traces show that too rarely. The values count; the braces and keys around them hardly do."""
-    return rng.choices((_requests_row, _web_row, _records_row), (0.4, 0.25, 0.35))[0](rng, w)
+    return rng.choices((_requests_row, _web_row, _records_row), (0.55, 0.2, 0.25))[0](rng, w)
 
 
 VALUE = re.compile(r'((?<=": ")[^"]*(?=")|(?<=": )\d+|(?<=\[")[^"]*(?="))')
@@ -269,14 +271,17 @@ def _framed(text: str) -> list[Segment]:
 
 
 def _requests_row(rng: random.Random, w: World) -> list[Segment]:
-    """Requests to one set of tools, each with its calls, in ToolRL's or Tool-N1's JSON; half of them without the list of tools, all the nearer."""
+    """Requests to one set of tools, each with its calls, in ToolRL's or Tool-N1's JSON; one in four asks for a tool that is not among them. Some rows
+    have no list of tools and are all the nearer."""
     offered, name = rng.sample(TOOLS, rng.randrange(2, 5)), rng.choice(("toolrl", "tool_n1"))
-    listed = rng.random() < 0.5
+    missing, listed = [t for t in TOOLS if t not in offered], rng.random() < 0.8
     out: list[Segment] = [("prompt", (toolrl_tools if name == "toolrl" else json_tools)(tuple(offered)))] if listed else []
-    for _ in range(rng.randrange(3, 7) if listed else rng.randrange(8, 13)):
-        r = request(rng.randrange(10**9), 0, offered)
-        thought, end, calls = PROTOCOLS[name].answer(_tools_thought(r.calls), r.calls).removesuffix(IM_END).partition(" </think>")
-        out += [("prompt", f"\n{r.text}\n"), ("model", thought), *_framed(end + calls)] if listed or r.calls else []  # the thought decides
+    for _ in range(rng.randrange(4, 9) if listed else rng.randrange(8, 13)):
+        other = listed and rng.random() < 0.25
+        r = request(rng.randrange(10**9), 0, missing if other else offered)
+        calls = () if other else r.calls
+        thought, end, rest = PROTOCOLS[name].answer(_tools_thought(calls), calls).removesuffix(IM_END).partition(" </think>")
+        out += [("prompt", f"\n{r.text}\n"), ("model", thought), *_framed(end + rest)] if listed or calls else []  # the thought decides
     return out
 
 
