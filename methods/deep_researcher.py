@@ -153,8 +153,9 @@ PRESETS = {
         lesson=0, warmup=12, warmup_traces=48, warmup_lr=1e-4),
     "paper": dict(  # 7B instruct; the questions are data/train.parquet of the code's repository
         model="Qwen/Qwen2.5-7B-Instruct", device="cuda", data="train.parquet", search="https://google.serper.dev/search", allow="", cache="web_cache",
-        reader="https://dashscope.aliyuncs.com/compatible-mode/v1", reader_model="qwen-plus", date="today", steps=34, prompts=256, max_turns=10, topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192,
-        trajectory_tokens=30720, lr=1e-6, warmup_steps=0, kl=0.001, entropy=0.001, page_s=20.0, reader_tokens=16384, reader_answer_tokens=1024,
+        reader="https://dashscope.aliyuncs.com/compatible-mode/v1", reader_model="qwen-plus", date="today", steps=34, prompts=256, max_turns=10,
+        topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192, trajectory_tokens=30720, lr=1e-6, warmup_steps=0, kl=0.001,
+        entropy=0.001, page_s=20.0, reader_tokens=16384, reader_answer_tokens=1024,
         eval_questions=500, eval_every=10, save_every=10, micro_tokens=16384, gradient_checkpointing=True, lesson=0, warmup=0),
 }
 

@@ -2,8 +2,8 @@
 
 Every trajectory is as long as the settings allow (no end token, no stop string), and KL and entropy terms keep rows that teach nothing from
 being skipped. Measured is how far the resident memory rises above that of the process after a small step, by which all libraries are loaded;
-freed tensors go back to the system at once (MALLOC_MMAP_THRESHOLD_, set before the interpreter starts). `--no-checkpoint` leaves out the
-checkpoint, which otherwise can need more than the update. Prints both numbers, in bytes.
+freed tensors go back to the system at once (MALLOC_MMAP_THRESHOLD_, set before the interpreter starts). CHECKPOINT=0 in the environment
+leaves out the checkpoint, which otherwise can need more than the update. Prints both numbers, in bytes.
 """
 import dataclasses
 import gc
@@ -29,8 +29,7 @@ def main(name: str, flags: list[str]) -> None:
     from common.engine import HFEngine
     from common.run import Run, parse_config
     method = importlib.import_module(f"methods.{name}")
-    without = "--no-checkpoint" in flags
-    flags = [f for f in flags if f != "--no-checkpoint"]
+    without = os.environ.get("CHECKPOINT") == "0"
     cfg = parse_config(method.Config, method.PRESETS, [*flags, "--steps", "1", "--eval-every", "0", "--keep-trajectories", "1", "--threads", "1"])
     asked = {}
     method.print_plan = lambda cfg, **how: asked.update(how)
