@@ -39,7 +39,7 @@ PUBLISHED = {  # (method, preset) -> what its paper or code says; learning rates
     ("deep_researcher", "paper"): dict(
         model="Qwen/Qwen2.5-7B-Instruct", data="train.parquet", steps=34, prompts=256, samples=16, updates=1, max_turns=10, answer_turn=False, topk=10,
         queries=3, turn_tokens=2000, temperature=1.0, lr=1e-6, warmup_steps=0, clip=0.2, kl=0.001, entropy=0.001, portion_chars=40960, cache_days=7.0,
-        reader_model="qwen-plus", reward="f1", lesson=0, warmup=0, aggregation="token", dtype="float32"),
+        reader_model="qwen-plus", reward="f1", warmup=0, aggregation="token", dtype="float32"),
     ("torl", "paper"): dict(
         model="Qwen/Qwen2.5-Math-1.5B", data="GAIR/ToRL", steps=1000, prompts=128, samples=16, updates=1, max_turns=1, run_timeout=10.0, prompt_tokens=400,
         turn_tokens=3072, trajectory_tokens=3072, observation_chars=256, temperature=1.0, lr=1e-6, warmup_steps=0, clip=0.2, entropy=0.0,
