@@ -124,7 +124,7 @@ MINUTES = {"search_r1": 57, "research": 12, "r1_searcher": 53, "deep_researcher"
 ENDS = {"eval_every": 0}  # held-out questions before and after only
 SR1 = {**ENDS, "steps": 12}
 R1S = {**ENDS, "steps": 20, "stage1_steps": 5}
-DR = {**ENDS, "steps": 20, "lesson": 0, "warmup": 0, "model": "{needs}/model"}
+DR = {**ENDS, "steps": 20}
 OTC = {**ENDS, "steps": 20, "model": "{needs}/model"}
 SWIRL = {**ENDS, "steps": 20, "trajectories": 100}
 MADE = {**SWIRL, "items": "{needs}/items.jsonl"}
@@ -153,9 +153,8 @@ ARMS: dict[str, dict[str, Arm]] = {
         "two look-ups": Arm({**R1S, "data": str(DATA / "two_hop-seed{seed}.jsonl"), "eval_data": "tiny"}),
     },
     "deep_researcher": {
-        "start": Arm({**ENDS, "steps": 0}),
-        "search and pages": Arm(DR, "start"),
-        "search alone": Arm({**DR, "browse": False}, "start"),
+        "search and pages": Arm(DR),
+        "search alone": Arm({**DR, "browse": False}),
     },
     "torl": {
         "C = 1": Arm({**ENDS, "steps": 20}),

@@ -452,7 +452,7 @@ FAMILIES = {
     "code": ("accuracy", {"torl": {}, "retool": {}, "otc": {"task": "code", "train_questions": 4096, "turn_tokens": 64}, "swirl": {"task": "math"}}),
     "tools": ("accuracy", {"toolrl": {}, "tool_n1": {}}),
 }
-SUPERVISED = ("warmup", "lesson", "cold_start", "sft_steps", "over_caller")  # settings that count supervised steps before RL
+SUPERVISED = ("warmup", "cold_start", "sft_steps", "over_caller")  # settings that count supervised steps before RL
 
 
 def compare(task: str, seeds: int, tokens: float, flags: dict[str, object], **how) -> None:

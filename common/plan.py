@@ -2,7 +2,7 @@
 
 No weight is loaded, no data set is read and no network is used. Every number is the most the settings allow, every trajectory at its full
 length. The formulas describe this project's own code in float32 (policy.py, update.py, HFEngine) and are held against measured peaks in
-tests/test_plan.py. Not in them: the interpreter, the CUDA context, what the allocator loses, FSDP's buffers, a local reader or judge.
+tests/test_plan.py, on a CPU. Not in them: the interpreter, the CUDA context, what the allocator loses, FSDP's buffers, a local reader or judge.
 """
 import sys
 from dataclasses import dataclass
@@ -112,26 +112,44 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
 
     # Update: what one micro-batch keeps of every layer; then, in the backward pass, first the head (three copies of a chunk of logits, and
     # a gradient as large as the head), after it the layers.
-    rows = min(max(1, cfg.micro_tokens // row), -(-trajectories // getattr(cfg, "updates", 1)))
+    in_a_step = -(-trajectories // getattr(cfg, "updates", 1))
+    rows = min(max(1, cfg.micro_tokens // row), in_a_step)
     tokens = max(row, min(cfg.micro_tokens, rows * row))
     kept = tokens * (3 * size.hidden + size.layers * (size.hidden if cfg.gradient_checkpointing else size.kept))
-    same = -(-rows // group)  # different prompts, if a micro-batch holds whole groups
+    few = 2 * share(prompts) <= rows  # so few prompts that every micro-batch shares some; else one may, if its rows are of whole groups
+    same = share(prompts) if few else -(-rows // group)
     if 2 * same <= rows and not cfg.gradient_checkpointing:  # computed once; but keys and values once for every head, and masks in every layer
         computed, response = same * cfg.prompt_tokens + rows * response_tokens, rows * response_tokens
         a_layer = computed * (size.kept - 2 * size.keys) + 2 * rows * row * size.queries + response * row
-        kept = max(kept, computed * 3 * size.hidden + size.layers * a_layer)
+        shared = computed * 3 * size.hidden + size.layers * a_layer
+        kept = shared if few else max(kept, shared)
     learned = -(-tokens * response_tokens // row)
     at_head = 12 * min(chunk_rows(size.vocabulary, size.hidden), learned) * size.vocabulary + 4 * head + 2 * item * learned * size.hidden
     in_layer = item * tokens * (2 * size.intermediate + 2 * size.hidden + (size.kept if cfg.gradient_checkpointing else 0))
     update = {"gradients": item * share(size.parameters), "activations": item * kept + max(0, in_layer - at_head), "logits": at_head}
-    if sum(update.values()) < sampling:
-        update = {"gradients": 0, "activations": 0, "logits": sampling}
-
+    if rows == in_a_step:  # no second micro-batch finds gradients of the first: they come as activations go
+        update["gradients"] = max(0, update["gradients"] - update["activations"])
+    means = 2 * (2 if cfg.optimizer_bf16 else item) * share(size.parameters + critic * body)
     out = {"weights": item * share(size.parameters), "critic": item * share(critic * body), "reference": item * share(reference * size.parameters),
-           "optimiser": 0 if cfg.optimizer_offload else 2 * (2 if cfg.optimizer_bf16 else item) * share(size.parameters + critic * body),
-           "engine's weights": item * size.parameters * (gpus > 1), "KV cache": item * slots * capacity * size.layers * 2 * size.keys,
-           "rollout batch": 40 * trajectories * row, **update}
+           "optimiser": 0 if cfg.optimizer_offload and cfg.device != "cpu" else means, "engine's weights": item * size.parameters * (gpus > 1),
+           "KV cache": item * slots * capacity * size.layers * 2 * size.keys, "rollout batch": 40 * trajectories * row}
+
+    # Of the three moments the one that needs most: a checkpoint is put together in the CPU's memory.
+    saving = out["weights"] + out["critic"] + means if cfg.device == "cpu" else 0
+    most = max(sum(update.values()), sampling, saving)
+    if most == saving:
+        update = {"gradients": 0, "activations": 0, "logits": 0, "checkpoint": saving}
+    elif most == sampling:
+        update = {"gradients": 0, "activations": 0, "logits": sampling}
+    out |= update
     return {**out, "all": sum(out.values())}
+
+
+def with_vllm(parts: dict[str, int], whole: int) -> int:
+    """The least an engine needs that sleeps during the update and keeps a short cache: the larger of the update without an engine, and its
+    weights, whole, beside what the trainer keeps while it samples."""
+    trainer = sum(parts[k] for k in ("weights", "critic", "reference", "optimiser", "rollout batch"))
+    return trainer + max(whole, parts["gradients"] + parts["activations"] + parts["logits"])
 
 
 def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False, critic: bool = False, prompts: int = 0, more: str = "") -> None:
@@ -141,7 +159,8 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
     group = 1 if critic else cfg.samples
     prompts = (prompts or cfg.prompts) * cfg.samples // group
     trajectories, row = prompts * group, cfg.prompt_tokens + response_tokens
-    columns = [memory(size, cfg, response_tokens=response_tokens, prompts=prompts, group=group, reference=reference, critic=critic, gpus=n) for n in GPUS]
+    columns = [memory(size, cfg, response_tokens=response_tokens, prompts=prompts, group=group, reference=reference, critic=critic, gpus=n)
+               for n in GPUS]
     unit, name = (1e9, "GB") if columns[0]["all"] >= 1e10 else (1e6, "MB")
     number = lambda n: f"{n / unit:10,.1f}"
     print(f"{sys.modules[type(cfg).__module__].__doc__.partition(':')[0]}, preset {cfg.preset}: {cfg.model}, {_count(size.parameters)} weights in "
@@ -151,8 +170,8 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
         if any(c[part] for c in columns):
             print(f"{part:22}" + "".join(number(c[part]) for c in columns))
     fits = lambda need: next((f"from {n} GPU{'s' * (n > 1)} on" for n, c in zip(GPUS, columns) if need(c) <= 80e9), "on none of these")
-    print(f"fits 80 GB a GPU {fits(lambda c: c['all'])}; without the cache, which an engine with a queue can keep smaller, "
-          f"{fits(lambda c: c['all'] - c['KV cache'])}\n")
+    print(f"fits 80 GB a GPU {fits(lambda c: c['all'])}; with vLLM, which sleeps during the update and cuts its cache to what is left, "
+          f"{fits(lambda c: with_vllm(c, columns[0]['weights']))}\n")
 
     sampled, calls = min(response_tokens, turns * cfg.turn_tokens), turns - 1
     passes = 1 + (getattr(cfg, "updates", 1) > 1) + reference
@@ -168,9 +187,8 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
     stored = weights + columns[0]["critic"] + means
     logged = TRAJECTORY_BYTES * row * (cfg.steps * cfg.keep_trajectories + 20 * evaluations)
     print(f"on disk, at most: {_bytes(3 * stored)} of checkpoints (two are kept while a third is written), {_bytes(weights)} of weights at the end, "
-          f"{_bytes(logged)} of trajectories")
-    if cfg.optimizer_offload:
-        print(f"running means in the CPU's memory: {_bytes(means)}")
+          f"{_bytes(logged)} of trajectories;\n  in the CPU's memory: {_bytes(stored)} while a checkpoint is written"
+          + f", {_bytes(means)} of the optimiser's running means" * cfg.optimizer_offload)
 
 
 def _count(n: int) -> str:

@@ -23,9 +23,7 @@ Changed, and why:
   - the reward reads only what the model wrote (`score_scope`): in the original a tag in a web page costs -1 (format_and_f1.py).
   - a turn is read by itself: in the original an empty thought spoils the turns of the trajectories behind it in the batch.
   - results are JSON, not printed Python lists; tags in them are made harmless; time and size of pages are limited.
-  - before RL the presets tiny and smollm2 have supervised steps, which the paper has not (`--lesson 0 --warmup 0` leaves them out). The tiny
-    model cannot copy a name into JSON: it writes any name of that kind, so searches fail, every call costs reward and RL unlearns to call.
-    `write_names` teaches that, `demonstration` shows a few whole traces.
+  - before RL the preset smollm2 has a few supervised steps on traces built by rule, which the paper has not: it never keeps to the form by itself.
   - the word F1 that is reported reads the last turn and counts a broken format 0, not -1, as the original's evaluation does.
 
 What to watch: `calls` rises to a search and a page for every look-up; `well_formed` comes first, `f1` follows; `call_ok` says how many
@@ -57,7 +55,7 @@ from common.rollout import Budget, Call, End, Segment, Tool, ToolCall, ToolFailu
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.search import neutralise
 from common.tiny.world import questions
-from common.update import Experience, joined, mini_batches, policy_step, score, supervised_step
+from common.update import Experience, joined, mini_batches, policy_step, score
 from common.warmup import warm_up
 from common.web import DiskCache, Fetcher, PageFailure, Reader, WebSearch, open_reader, read, tiny_web
 
@@ -138,11 +136,9 @@ class Config:
     optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
     optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised warm-up (not part of the paper)
-    lesson: int = setting(120, "supervised steps before RL that teach to write a name into a call, nothing else", "ours")
-    lesson_lr: float = setting(1e-3, "peak learning rate of the lesson", "ours")
-    warmup: int = setting(24, "supervised steps on traces built by rule, before RL", "ours")
-    warmup_traces: int = setting(96, "traces for the warm-up", "ours")
-    warmup_lr: float = setting(5e-4, "learning rate of the warm-up", "ours")
+    warmup: int = setting(0, "supervised steps on traces built by rule, before RL", "ours")
+    warmup_traces: int = setting(48, "traces for the warm-up", "ours")
+    warmup_lr: float = setting(1e-4, "learning rate of the warm-up", "ours")
 
 
 PRESETS = {
@@ -150,12 +146,13 @@ PRESETS = {
     "smollm2": dict(  # a real 135 M model on a CPU: short everything
         model="smollm2", data="", allow="", steps=30, prompts=2, samples=4, max_turns=4, prompt_tokens=640, turn_tokens=96, observation_tokens=320,
         trajectory_tokens=1024, portion_chars=1200, portions=1, pages=1, lr=2e-5, eval_questions=12, eval_every=0, save_every=5, micro_tokens=2048,
-        lesson=0, warmup=12, warmup_traces=48, warmup_lr=1e-4),
+        warmup=12),
     "paper": dict(  # 7B instruct; the questions are data/train.parquet of the code's repository
         model="Qwen/Qwen2.5-7B-Instruct", device="cuda", data="train.parquet", search="https://google.serper.dev/search", allow="", cache="web_cache",
-        reader="https://dashscope.aliyuncs.com/compatible-mode/v1", reader_model="qwen-plus", date="today", steps=34, prompts=256, max_turns=10, topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192,
-        trajectory_tokens=30720, lr=1e-6, warmup_steps=0, kl=0.001, entropy=0.001, page_s=20.0, reader_tokens=16384, reader_answer_tokens=1024,
-        eval_questions=500, eval_every=10, save_every=10, micro_tokens=16384, gradient_checkpointing=True, lesson=0, warmup=0),
+        reader="https://dashscope.aliyuncs.com/compatible-mode/v1", reader_model="qwen-plus", date="today", steps=34, prompts=256, max_turns=10,
+        topk=10, prompt_tokens=2048, turn_tokens=2000, observation_tokens=8192, trajectory_tokens=30720, lr=1e-6, warmup_steps=0, kl=0.001,
+        entropy=0.001, page_s=20.0, reader_tokens=16384, reader_answer_tokens=1024,
+        eval_questions=500, eval_every=10, save_every=10, micro_tokens=16384, gradient_checkpointing=True),
 }
 
 # ---- Prompt -----------------------------------------------------------------------------------------------------------
@@ -364,16 +361,13 @@ def train(cfg: Config) -> None:
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, "f1", cfg, *answer_eval())
     run = Run(cfg, method="deep_researcher", metric="f1", total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
-    trained = {"model": model, "optimizer": optimizer, **({"reference": reference} if reference and (cfg.lesson or cfg.warmup) else {})}
+    trained = {"model": model, "optimizer": optimizer, **({"reference": reference} if reference and cfg.warmup else {})}
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
-        if cfg.lesson:
-            write_names(cfg, model, tokenizer, train_set, run)
         if cfg.warmup:
             warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, system, offered),
                     lambda e: demonstration(e, tools, tokenizer.eos_token), wrap, run)
-        if cfg.lesson or cfg.warmup:
             run.log_eval(0, *answer_eval(), tokenizer)
             if reference:  # RL starts here, and stays near here
                 reference.load_state_dict(model.state_dict())
@@ -467,33 +461,6 @@ def demonstration(example: Example, tools: dict[str, Tool], end: str) -> list[tu
             if done := answered(look_up(other)):
                 return done
     return None
-
-
-def lesson(names: Sequence[str], tokenizer) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of turns that search for these names: what is learned is to write into the call the name that stands in the thought,
-    nothing else. After pre-training the tiny model knows of what kind a name must be there, but not which one it was."""
-    ids, mask = [], []
-    for name in names:
-        before, _, after = f"{THINK}{turn_of(f'I look up {name}.', 'web_search', '|')}{tokenizer.eos_token}\n".partition("|")
-        for text, learned in ((before, 0), (name, 1), (after, 0)):
-            piece = tokenizer.encode(text, add_special_tokens=False)
-            ids, mask = ids + piece, mask + [learned] * len(piece)
-    return ids, mask
-
-
-def write_names(cfg: Config, model, tokenizer, train_set: list[Example], run: Run) -> None:
-    """Supervised steps on lessons about the names in the training questions."""
-    names = sorted({max(names, key=len) for e in train_set if (names := NAME.findall(e.question.split(" ", 1)[-1]))})
-    if not names:
-        raise UserError(f"--lesson: no question of {cfg.data} holds a name; use --lesson 0")
-    optimizer = make_optimizer(model.parameters(), cfg.lesson_lr, bf16=cfg.optimizer_bf16, offload=cfg.optimizer_offload)
-    for step in range(cfg.lesson):
-        picked = [names[i] for i in order(cfg.seed, step, len(names), 96)]
-        loss = supervised_step(model, optimizer, [lesson(picked[i::8], tokenizer) for i in range(8)], lr=lr_at(step, cfg.lesson, cfg.lesson_lr, 5),
-                               micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
-        if (step + 1) % 10 == 0:
-            run.log("warmup", 0, {"loss": loss})
-        run.stop_if_asked(0)
 
 
 if __name__ == "__main__":

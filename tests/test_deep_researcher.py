@@ -305,7 +305,7 @@ def test_rows_of_the_original_run_against_a_local_web(tmp_path, monkeypatch):
     assert first.question == "who wrote book 0?" and first.answers == ("Author 0", "A. 0") and first.meta["source"] == "nq"
     web = LocalWeb({"": BM25([Passage(str(i), f'"Book {i}"\nBook {i} was written by Author {i}.') for i in range(24)])})
     m.train(replace(CFG, name="rows", data="dev.parquet", search=web.search_url(), allow=web.address, cache="kept", steps=2, prompts=2, samples=3, eval_questions=4,
-                    eval_every=0, max_turns=3, threads=1, reader="policy", reader_tokens=512, reader_answer_tokens=8, kl=0.01, lesson=0, warmup=0))
+                    eval_every=0, max_turns=3, threads=1, reader="policy", reader_tokens=512, reader_answer_tokens=8, kl=0.01))
     lines = [json.loads(line) for line in open("runs/deep_researcher/rows/metrics.jsonl")]
     assert [(x["kind"], x["step"]) for x in lines] == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
     assert json.load(open("runs/deep_researcher/rows/summary.json"))["metric"] == "f1"
@@ -324,15 +324,6 @@ def test_demonstrations_follow_the_protocol_and_are_right():
         assert kinds == ["call"] * 2 * e.meta["hops"] + ["answer"]
         assert total(*((a, wrap(text) if a == "tool" else text) for a, text in segments), gold=e.answers) == 1.0
     assert m.demonstration(Example("e", "Who wrote it?", ("x",), {"world": examples[0].meta["world"]}), tools, "<|im_end|>") is None
-
-
-def test_the_lesson_is_about_names_and_nothing_else():
-    ids, mask = m.lesson(["Mira", "The Silver"], TOKENIZER)
-    text = TOKENIZER.decode(ids)
-    assert text == "".join(f'<think> I look up {n}. </think>\n<tool_call>\n{{"name": "web_search", "arguments": {{"query": ["{n}"]}}}}\n</tool_call><|im_end|>\n'
-                           for n in ("Mira", "The Silver"))
-    assert TOKENIZER.decode([i for i, learned in zip(ids, mask) if learned]) == "MiraThe Silver"
-    assert ids == TOKENIZER.encode(text, add_special_tokens=False)  # as the model would write it
 
 
 def test_what_is_missing_is_said():

@@ -94,9 +94,10 @@ def test_a_few_steps_are_too_few_to_judge():
 
 # ---- collapses --------------------------------------------------------------------------------------------------------
 def test_a_real_collapse_is_seen():
-    rows = real("health_kl_sign")
-    warned = bad(rows)
-    assert warned and health.collapse(health.check(rows))
+    rows = real("health_kl_sign")  # exercise 9: the reward rises to 0.65 at step 7 and is 0.02 from step 11 on
+    for n in range(len(rows) - 2):
+        assert bad(rows[:n]) == {}
+    assert bad(rows)["reward"] == 11 and "the reward has been lost since step 11" in health.collapse(health.check(rows))
 
 
 @pytest.mark.parametrize("rule,changes", [
@@ -115,6 +116,7 @@ def test_a_real_collapse_is_seen():
     ("repetition", dict(repetition=lambda i, old: min(0.99, 0.2 * i))),
     ("cut off", dict(stop_tokens=0.7, stop_answer=0.3, turns=2.3)),
     ("cut off", dict(stop_length=0.7, stop_answer=0.3, turns=2.3)),
+    ("cut off", dict(stop_turns=0.9, stop_answer=0.1, turns=2.1)),
 ])
 def test_each_collapse_is_named_soon_after_it_begins(rule, changes):
     for seed in range(5):

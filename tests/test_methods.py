@@ -42,7 +42,7 @@ def test_a_method_stands_alone(path):
 
 def small(config_class) -> dict:
     """Settings of a run of one step that ends in seconds, for any method."""
-    smallest = dict(steps=1, prompts=2, samples=2, eval_questions=4, eval_every=0, threads=1, cold_start=1, cold_start_traces=4, lesson=0, warmup=0,
+    smallest = dict(steps=1, prompts=2, samples=2, eval_questions=4, eval_every=0, threads=1, cold_start=1, cold_start_traces=4, warmup=0,
                     questions=8, per_question=2, trajectories=0, filter="none")
     return {k: v for k, v in smallest.items() if k in config_class.__dataclass_fields__}
 

@@ -24,7 +24,7 @@ SEARCH_R1 = dict(model="Qwen/Qwen2.5-7B", data="PeterJinGo/nq_hotpotqa_train", s
                  max_grad_norm=1.0, mask_observations=True, algorithm="grpo", aggregation="token", dtype="float32")
 R1_SEARCHER = dict(model="Qwen/Qwen2.5-7B", data="XXsongLALA/RAG-RL-Hotpotqa-with-2wiki", steps=119, stage1_steps=0, prompts=64, samples=16, updates=4,
                    max_turns=8, topk=3, turn_tokens=512, temperature=1.0, lr=2e-6, warmup_steps=0, clip=0.2, kl=0.0, weight_decay=0.0, reward="f1",
-                   aggregation="sequence", family="qwen", prompt="base", easy_below=10, difficult_above=20, stage1_questions=350, dtype="float32")
+                   aggregation="sequence", family="qwen", prompt_style="base", easy_below=10, difficult_above=20, stage1_questions=350, dtype="float32")
 PUBLISHED = {  # (method, preset) -> what its paper or code says; learning rates stay constant after their warm-up, R1-Searcher's cosine apart
     ("search_r1", "paper"): SEARCH_R1 | dict(reward="em"),
     ("otc", "paper"): SEARCH_R1 | dict(task="search", tool_reward="multiply", alpha=1.0, c=0.0),
@@ -35,11 +35,11 @@ PUBLISHED = {  # (method, preset) -> what its paper or code says; learning rates
     ("r1_searcher", "paper"): R1_SEARCHER,
     ("r1_searcher", "paper_llama"): R1_SEARCHER | dict(
         model="meta-llama/Llama-3.1-8B-Instruct", data="stage_2.jsonl", stage1_data="stage_1.jsonl", steps=140, stage1_steps=23, prompts=65,
-        stage1_prompts=15, kl=1e-4, stage1_scale="group", stage1_reward="code", family="llama", prompt="instruct"),
+        stage1_prompts=15, kl=1e-4, stage1_scale="group", stage1_reward="code", family="llama", prompt_style="instruct"),
     ("deep_researcher", "paper"): dict(
         model="Qwen/Qwen2.5-7B-Instruct", data="train.parquet", steps=34, prompts=256, samples=16, updates=1, max_turns=10, answer_turn=False, topk=10,
         queries=3, turn_tokens=2000, temperature=1.0, lr=1e-6, warmup_steps=0, clip=0.2, kl=0.001, entropy=0.001, portion_chars=40960, cache_days=7.0,
-        reader_model="qwen-plus", reward="f1", lesson=0, warmup=0, aggregation="token", dtype="float32"),
+        reader_model="qwen-plus", reward="f1", warmup=0, aggregation="token", dtype="float32"),
     ("torl", "paper"): dict(
         model="Qwen/Qwen2.5-Math-1.5B", data="GAIR/ToRL", steps=1000, prompts=128, samples=16, updates=1, max_turns=1, run_timeout=10.0, prompt_tokens=400,
         turn_tokens=3072, trajectory_tokens=3072, observation_chars=256, temperature=1.0, lr=1e-6, warmup_steps=0, clip=0.2, entropy=0.0,
@@ -199,7 +199,10 @@ def test_one_step_of_the_preset(name, preset, servers, tmp_path, monkeypatch):
         flags += ["--stage1-steps=1", "--stage1-prompts=2", "--steps=2"]
     _, cfg = config(name, preset, *flags)
     assert cfg.gradient_checkpointing
+    loaded, load = [], method.load_model
+    monkeypatch.setattr(method, "load_model", lambda *how: loaded.append(how) or load(*how))
     method.train(cfg)
+    assert [len(how) for how in loaded] == [4, 3][:1 + bool(getattr(cfg, "kl", 0))]  # a reference only where a KL term needs it
     rows = [json.loads(line) for line in Path(f"runs/{name}/small/metrics.jsonl").read_text().splitlines()]
     steps = [r for r in rows if r["kind"] == "train"]
     assert [r["step"] for r in steps] == list(range(1, cfg.steps + 1)) and rows[-1]["kind"] == "eval"

@@ -20,7 +20,7 @@ MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_r
 POLICY = {
     "search": {"guess": 55, "no_tags": 6, "broken_call": 4, "wrong_query": 8, "stop_early": 6, "misread": 5, "right": 16},
     "math": {"guess": 52, "no_tags": 6, "broken_call": 8, "wrong_query": 10, "misread": 5, "right": 19},
-    "tools": {"wrong_tool": 8, "wrong_value": 12, "missing": 8, "no_call": 50, "broken_call": 5, "extra": 5, "right": 10},
+    "tools": {"wrong_tool": 6, "wrong_value": 11, "missing": 6, "no_call": 62, "broken_call": 4, "extra": 4, "right": 7},
 }
 LOOK = ("I should look up {}.", "I need to find {}.", "First I look up {}.")
 NEXT = ("Now I look up {}.", "Next I need {}.")
