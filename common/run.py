@@ -224,7 +224,6 @@ class Run:
         self.earlier_s = 0.0  # wall seconds of the sessions this one continues
         self.before: dict | None = None  # the evaluation at step 0
         self.asked: str | None = None  # the signal that this rank has got
-        self.stopping: str | None = None  # the one on which all ranks have agreed
         self.saved = -1  # step of the newest checkpoint of this process
         self.train_lines: list[dict] = []  # what metrics.jsonl says of training
         self.warned: set[str] = set()
@@ -266,8 +265,7 @@ class Run:
     @property
     def signal(self) -> str | None:
         """The signal that asks the run to stop. Ranks agree each time this is read: once a step, by all of them."""
-        self.stopping = next(filter(None, ranks.gather([self.asked])), None)
-        return self.stopping
+        return next(filter(None, ranks.gather([self.asked])), None)
 
     @property
     def wall_s(self) -> float:
@@ -450,13 +448,14 @@ class Run:
     def stop_if_asked(self, step: int) -> None:
         """Raise Interrupted after a signal or a collapse, if step `step` is saved (a signal may come just after the decision to save) or is 0:
         before the first step there is nothing to save, and a run that goes on begins anew."""
-        if self.signal and not step:
+        if step not in (0, self.saved) or not self.signal:
+            return
+        if not step:
             raise Interrupted(f"{self.folder} was before its first step; the same command with --resume goes on")
-        if self.stopping and self.saved == step and self.collapse:
+        if self.collapse:
             raise Interrupted(f"{self.folder} has collapsed ({self.collapse}) and is saved at step {step}. See make report RUN={self.folder}; "
                               "the same command with --resume --no-stop-on-collapse goes on all the same", code=3)
-        if self.stopping and self.saved == step:
-            raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
+        raise Interrupted(f"{self.folder} is saved at step {step}; the same command with --resume goes on")
 
     # -- end
     def finish(self, after: dict, more: dict | None = None) -> None:
