@@ -136,7 +136,7 @@ PHASES = (
     Phase(name="protocols", steps=500, lr=1.3e-3, seed=4, reading=0.2, calling=0.2),
     # names, numbers and addresses inside JSON come last
     Phase(name="calls", steps=700, lr=1e-3, seed=5, tie_forms=True, reading=0.1, calling=0.5, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
-    Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.2, calling=0.05, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
+    Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.15, calling=0.15, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
 )
 LONGEST = 900  # tokens; longer traces are left out
 

@@ -196,7 +196,7 @@ def tools_trace(protocol: Protocol, rng: random.Random, policy: str, r: Request)
                                   for p, (kind, _) in t.parameters.items()})
     if policy == "no_call":
         calls = []
-    elif policy == "extra" or (policy != "right" and not calls):
+    elif policy == "extra":  # the only one who calls where no tool fits: telling the two apart is an ability, and to be kept
         calls.append(call_of(spare))
     elif policy == "wrong_tool" and calls:
         i = rng.randrange(len(calls))

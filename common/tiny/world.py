@@ -294,13 +294,13 @@ def request(seed: int, number: int, offered: Sequence[Tool] | None = None) -> Re
 
 
 def requests(split: str, n: int, seed: int = 0) -> list[Example]:
-    """n requests for a split, as `questions`; meta: messages, tools (their parameters as JSON schema) and kind (none, single or parallel).
-    The gold is a JSON list of calls. There are few ways to ask for a timer, so a hash of the text says which side a request is for; only
+    """n requests for a split, as `questions`, that need no call, one and two in turn; meta: messages, tools (their parameters as JSON schema) and
+    kind (none, single or parallel). The gold is a JSON list of calls. There are few ways to ask for a timer, so a hash of the text says which side a request is for; only
     small talk is on both."""
     base, out, number = EVAL if split == "eval" else 1000 * seed, [], 0
     while len(out) < n:
         r, number = request(base, number), number + 1
-        if (trajectory_seed(r.id if r.text in CHAT else r.text) % 5 == 0) != (split == "eval"):
+        if len(r.calls) != len(out) % 3 or (trajectory_seed(r.id if r.text in CHAT else r.text) % 5 == 0) != (split == "eval"):
             continue
         tools = [{"name": t.name, "description": t.description, "parameters": {"type": "object", "properties": {
             p: {"type": kind, "description": text} for p, (kind, text) in t.parameters.items()}}} for t in r.tools]
