@@ -421,8 +421,7 @@ def train(cfg: Config) -> None:
                 rows = [Item(start * cfg.per_question + k, cfg.task, t.example, ids, history, action_ids, action, good, right)
                         for k, (t, labels, right) in enumerate(scores) for (ids, history, action_ids, action), good in zip(cut(t, glue), labels)]
                 write_atomic(parts[-1], "".join(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows))
-                if run.signal:
-                    run.stop_if_asked(0)
+                run.stop_if_asked(0)
             if ranks.rank() == 0:
                 write_atomic(path, "".join(part.read_text(encoding="utf-8") for part in parts))
                 for part in parts:

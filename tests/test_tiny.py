@@ -169,4 +169,5 @@ def test_shipped_model_is_small_and_its_measured_rates_leave_room_to_learn():
     assert sum(f.stat().st_size for f in TINY_FOLDER.iterdir()) < 20e6
     rates = json.loads((TINY_FOLDER / "success.json").read_text())
     assert set(rates) == set(protocols.PROTOCOLS)
-    assert all(0.05 <= r["success"] <= 0.35 for r in rates.values()), {k: r["success"] for k, r in rates.items()}
+    highest = lambda name: 0.55 if protocols.PROTOCOLS[name].family == "tools" else 0.35  # one request in five needs no call, and most get none
+    assert all(0.05 <= r["success"] <= highest(name) for name, r in rates.items()), {k: r["success"] for k, r in rates.items()}
