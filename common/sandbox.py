@@ -671,6 +671,8 @@ class LocalSandbox(_Backend):
                     sock.close()
                 sock = None
                 if attempt == 2:
+                    if self._server.poll() is not None:  # its workers went with it
+                        raise SandboxDown(f"the sandbox's server has ended ({error}); start the run again") from error
                     raise SandboxDown(f"the sandbox lost two workers over one program ({error}); is the machine out of memory?") from error
             finally:
                 self._idle.put(sock if sock and sock.fileno() >= 0 else None)

@@ -95,7 +95,7 @@ def test_the_cache_is_the_engines_to_the_byte():
 
 
 def test_what_is_printed(capsys):
-    toolrl.train(replace(toolrl.Config(), plan=True, device="cuda", algorithm="ppo", steps=50, optimizer_offload=True))
+    toolrl.train(replace(toolrl.Config(), plan=True, device="cuda", algorithm="ppo", steps=50, eval_every=10, optimizer_offload=True))
     shown = capsys.readouterr().out
     assert "ToolRL, preset tiny: tiny" in shown and "\ncritic " in shown and "\noptimiser " not in shown and "MB per GPU" in shown
     assert "96 generations (96 questions x 1), 96 turns, 0 tool calls, 9,216 sampled tokens" in shown
