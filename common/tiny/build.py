@@ -3,9 +3,9 @@
     python -m common.tiny.build              # everything (about 35 minutes on two quiet cores with AVX-512), writes common/tiny/weights/
 
 Copying comes first: random spans of tokens, repeated in shuffled order; without it the model takes many times longer before it copies
-a name from a result. Then the abilities: traces of all protocols in which everything is done right, and plain reading beside them (the
-phases ability, reading, protocols and calls differ in their shares). Last the habits: sloppy traces, which spoil the policy and leave
-the abilities (common/tiny/traces.py).
+a name from a result. Then the abilities: traces of all protocols in which everything is done right, with plain reading and plain writing
+of calls beside them (the phases ability, reading, protocols and calls differ in their shares). Last the habits: sloppy traces, which
+spoil the policy and leave the abilities (common/tiny/traces.py).
 """
 import argparse
 import json
