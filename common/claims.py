@@ -3,6 +3,9 @@
     python -m common.claims otc --seeds 5        run what is missing, then write runs/claims/claims.html, .md and .json
     python -m common.claims --plan               what would be run, and how long that takes
     python -m common.claims --table              write the pages from what is there
+    python -m common.claims --table --write      and keep it: docs/claims.json and .md, and the README's table
+
+A claim that was not run here shows the values of docs/claims.json, as long as they are of the same weights and the same flags.
 
 An arm is a method with some flags, run with several seeds; claims of one method share arms. A claim measures one number in every run. With two
 arms it is the difference, first less second, of runs of one seed, which see the same questions; with one arm it is a change within the run.
@@ -21,12 +24,14 @@ from pathlib import Path
 from typing import Literal
 
 from common import UserError
-from common.experiments import (Job, Rows, bars, chain, escape, flags_of, html_table, markdown_table, nearest, parse, read_rows, run_all, said, state,
+from common.experiments import (Job, Rows, bars, base_model, chain, escape, flags_of, html_table, markdown_table, nearest, parse, read_rows, run_all, said, state,
                                 t_interval, tell, write_pages)
 from common.run import main, write_atomic
 from common.tiny.world import questions, world
 
 DATA = Path("runs/claims")  # files that some arms read: write_data
+RECORD, RECORD_PAGE, README = Path("docs/claims.json"), Path("docs/claims.md"), Path("README.md")
+MARKS = "<!-- claims: written by make claims -->", "<!-- end of claims -->"
 
 
 # ---- what is measured -------------------------------------------------------------------------------------------------
@@ -482,12 +487,29 @@ class Result:
     verdict: str
 
 
+def recorded() -> dict:
+    """docs/claims.json: {"base": digest of the weights, "arms": {"method / arm": {"flags": text, "minutes": {seed: core minutes}}}, "claims":
+    {id: {"measured": text, "arms": {arm: {seed: value}}}}}. Of other weights than the shipped ones it counts for nothing."""
+    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    return record if record.get("base") == base_model("tiny") else {"base": base_model("tiny"), "arms": {}, "claims": {}}
+
+
+def flag_text(method: str, arm: str) -> str:
+    own = ARMS[method][arm]
+    return " ".join(flags_of(own.flags)) + (f" (after {flag_text(method, own.needs)})" if own.needs else "")
+
+
 def result(claim: Claim, seeds: int) -> Result:
+    """From the runs that are done, and from the record where there are none."""
+    record = recorded()
+    kept = record["claims"].get(claim.id, {})
     arms: dict[str, dict[int, float]] = {}
     for arm in claim.arms:
         done = {s: j for s in range(seeds) if state(j := job(claim.method, arm, s)) == "done"}
         measured = {s: claim.measure.of(read_rows(j.folder)) for s, j in done.items()}
-        arms[arm] = {s: v for s, v in measured.items() if math.isfinite(v)}
+        if kept.get("measured") == claim.measure.text and record["arms"].get(f"{claim.method} / {arm}", {}).get("flags") == flag_text(claim.method, arm):
+            measured = {int(s): v for s, v in kept["arms"].get(arm, {}).items() if int(s) < seeds} | measured
+        arms[arm] = {s: v for s, v in sorted(measured.items()) if math.isfinite(v)}
     first, second = arms[claim.arms[0]], arms[claim.arms[-1]] if claim.arms[1:] else {}
     differences = {s: v - second[s] for s, v in first.items() if s in second} if claim.arms[1:] else first
     return Result(claim, arms, differences, verdict(list(differences.values()), claim.region))
@@ -517,44 +539,88 @@ def article(r: Result) -> str:
     return out + "</article>"
 
 
-def minutes_of(method: str, seeds: int) -> float:
-    """Core minutes that the finished runs of a method took."""
-    done = [j for arm in ARMS[method] for s in range(seeds) if state(j := job(method, arm, s)) == "done"]
-    return sum(json.loads((j.folder / "summary.json").read_text())["wall_s"] for j in done) / 60
+def minutes_of(method: str, arm: str, seeds: int) -> dict[int, float]:
+    """Seed -> core minutes that the run of an arm took: the finished ones, and those of the record."""
+    kept = recorded()["arms"].get(f"{method} / {arm}", {})
+    minutes = {int(s): m for s, m in kept.get("minutes", {}).items() if int(s) < seeds} if kept.get("flags") == flag_text(method, arm) else {}
+    done = {s: j for s in range(seeds) if state(j := job(method, arm, s)) == "done"}
+    return minutes | {s: round(json.loads((j.folder / "summary.json").read_text())["wall_s"] / 60, 2) for s, j in done.items()}
+
+
+def write_record(seeds: int) -> None:
+    """docs/claims.json: the finished runs beside what it held. Then docs/claims.md and the README's table from it."""
+    seeds = max(seeds, most_seeds())
+    record = recorded()
+    record["arms"] = {f"{m} / {arm}": {"flags": flag_text(m, arm), "minutes": minutes} for m in ARMS for arm in ARMS[m] if (minutes := minutes_of(m, arm, seeds))}
+    record["claims"] = {r.claim.id: {"measured": r.claim.measure.text, "arms": r.arms} for r in [result(c, seeds) for c in CLAIMS] if any(r.arms.values())}
+    write_atomic(RECORD, json.dumps(record, indent=1) + "\n")
+    write_atomic(RECORD_PAGE, record_page())
+    write_atomic(README, with_table(README.read_text(encoding="utf-8")))
+    print(f"written: {RECORD}, {RECORD_PAGE} and the table in {README}")
+
+
+def most_seeds() -> int:
+    return 1 + max((int(s) for arm in recorded()["arms"].values() for s in arm["minutes"]), default=0)
+
+
+def record_page() -> str:
+    """docs/claims.md: the whole table, from the record alone."""
+    results = [result(c, most_seeds()) for c in CLAIMS]
+    return f"# Claims in miniature\n\nWritten by `make claims ARGS=\"--table --write\"`; not to be edited.\n\n{lead_and_rule(results)}\n\n{whole_table(results)}"
+
+
+def with_table(readme: str) -> str:
+    """The README with its table of claims made anew. UserError if its marks are not there."""
+    before, mark, rest = readme.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not mark or not end:
+        raise UserError(f"README.md lacks the lines {MARKS[0]!r} and {MARKS[1]!r}, between which the table of claims stands")
+    lines = []
+    for r in [result(c, most_seeds()) for c in CLAIMS]:
+        arms = [f"{arm} {said(list(own.values()))}" for arm, own in r.arms.items() if own]
+        lines.append([r.claim.method, r.claim.says, r.claim.paper, "; ".join(arms) or "–", said(list(r.differences.values())) if r.differences else "–", r.verdict])
+    return f"{before}{mark}\n{markdown_table(['method', 'claim', 'paper', 'here: arms', 'difference or change', 'verdict'], lines)}\n{end}{after}"
+
+
+def lead_and_rule(results: Sequence[Result]) -> str:
+    tally = Counter(r.verdict for r in results)
+    words = {"holds": "hold", "fails": "fail", "undecided": "are undecided", "not run": "are not run"}
+    return (f"{len(results)} claims of ten papers, each as an experiment on the tiny model: {', '.join(f'{tally[v]} {words[v]}' for v in words if tally[v])}. "
+            "The tiny model is a teaching instrument: a result on it shows a mechanism in miniature, and does not confirm or refute a paper.\n\n"
+            "Every arm is run with several seeds. A claim measures one number in every run; with two arms it is the difference between runs of one seed. "
+            "The interval is the 95 % interval of its mean over the seeds (Student's t). The claim holds if the "
+            "interval lies inside the region that the paper's direction allows, fails if it lies outside, and is undecided otherwise. Each claim is judged "
+            "by itself: of forty that were pure chance two would seem to hold or to fail.")
+
+
+def whole_table(results: Sequence[Result]) -> str:
+    lines = []
+    for r in results:
+        c, measured = r.claim, "; ".join(f"{arm} {said(list(v.values()))}" for arm, v in r.arms.items() if v) if r.claim.arms[1:] else ""
+        change = said(list(r.differences.values())) if r.differences else "–"
+        lines.append([c.method, c.says, c.paper, c.measure.text, measured or "–", change, str(len(r.differences)), r.verdict])
+    return markdown_table(["method", "claim", "the paper's numbers", "measured", "arms", "difference or change", "seeds", "verdict"], lines)
 
 
 def write_claims(seeds: int) -> None:
-    """runs/claims/claims.html, .md and .json from the runs that are done."""
+    """runs/claims/claims.html, .md and .json from the runs that are done, and from the record."""
     results = [result(c, seeds) for c in CLAIMS]
-    tally = Counter(r.verdict for r in results)
-    words = {"holds": "hold", "fails": "fail", "undecided": "are undecided", "not run": "are not run"}
-    lead = (f"{len(results)} claims of ten papers, each as an experiment on the tiny model: {', '.join(f'{tally[v]} {words[v]}' for v in words if tally[v])}. "
-            "The tiny model is a teaching instrument: a result on it shows a mechanism in miniature, and does not confirm or refute a paper.")
-    rule = ("Every arm is run with several seeds. A claim measures one number in every run; with two arms it is the difference between runs of one seed. "
-            "The bar is the 95 % interval of its mean over the seeds (Student's t), the large dot the mean, each small dot a seed. The claim holds if the "
-            "interval lies inside the region that the paper's direction allows, fails if it lies outside, and is undecided otherwise. Each claim is judged "
-            "by itself: of forty that were pure chance two would seem to hold or to fail.")
-    body = [f"<p>{escape(lead)}</p><p class=\"quiet\">{escape(rule)}</p>"]
-    lines = []
+    lead, rule = lead_and_rule(results).split("\n\n")
+    body = [f"<p>{escape(lead)}</p><p class=\"quiet\">{escape(rule)} In the pictures the bar is the interval, the large dot the mean, each small dot a seed.</p>"]
+    verdicts = html_table(["verdict", "method", "claim"], [[r.verdict, r.claim.method, r.claim.says] for r in results])
+    body.append(f"<details><summary>All verdicts in one table</summary>{verdicts}</details>")
     for method in ARMS:
-        own, took = [r for r in results if r.claim.method == method], minutes_of(method, seeds)
+        took = sum(sum(minutes_of(method, arm, seeds).values()) for arm in ARMS[method])
         arms = "".join(f"<li>{escape(name)}: <code>{escape(' '.join(flags_of(arm.flags)))}</code></li>" for name, arm in ARMS[method].items())
         untested = "".join(f"<li>{escape(text)}</li>" for text in UNTESTED[method])
         body.append(f'<h2>{method}</h2><p class="quiet">{len(ARMS[method])} arms; planned {MINUTES[method]} core minutes with five seeds, the finished runs '
-                    f"took {took:.0f}.</p>{''.join(map(article, own))}<details><summary>Arms and their flags</summary><ul>{arms}</ul></details>"
-                    f"<details><summary>Also claimed, not tested here</summary><ul>{untested}</ul></details>")
-        for r in own:
-            measured = "; ".join(f"{arm} {said(list(v.values()))}" for arm, v in r.arms.items() if v) if r.claim.arms[1:] else ""
-            change = said(list(r.differences.values())) if r.differences else "–"
-            lines.append([method, r.claim.says, r.claim.paper, r.claim.measure.text, measured or "–", change, str(len(r.differences)), r.verdict])
-    head = ["method", "claim", "the paper's numbers", "measured", "arms", "difference or change", "seeds", "verdict"]
-    summary = html_table(["verdict", "method", "claim"], [[line[7], line[0], line[1]] for line in lines])
-    body.insert(1, f"<details><summary>All verdicts in one table</summary>{summary}</details>")
+                    f"took {took:.0f}.</p>{''.join(article(r) for r in results if r.claim.method == method)}<details><summary>Arms and their flags</summary>"
+                    f"<ul>{arms}</ul></details><details><summary>Also claimed, not tested here</summary><ul>{untested}</ul></details>")
     DATA.mkdir(parents=True, exist_ok=True)
     numbers = [{"id": r.claim.id, "method": r.claim.method, "says": r.claim.says, "measured": r.claim.measure.text, "expects": r.claim.expects,
                 "margin": r.claim.margin, "arms": r.arms, "differences": r.differences, "verdict": r.verdict} for r in results]
     write_atomic(DATA / "claims.json", json.dumps(numbers, indent=1))
-    write_pages(DATA, "claims", "Claims in miniature", "".join(body), f"{lead} {rule}\n\n{markdown_table(head, lines)}")
+    write_pages(DATA, "claims", "Claims in miniature", "".join(body), f"{lead}\n\n{rule}\n\n{whole_table(results)}")
 
 
 def plan(methods: Sequence[str], seeds: int) -> str:
@@ -572,6 +638,7 @@ def command(argv: Sequence[str]) -> None:
     parser.add_argument("method", nargs="?", default="", help="one method (default: all ten)")
     parser.add_argument("--plan", action="store_true", help="say what would be run, and end")
     parser.add_argument("--table", action="store_true", help="run nothing, write the pages from what is there")
+    parser.add_argument("--write", action="store_true", help="keep what was measured: docs/claims.json, docs/claims.md, the table in README.md")
     known, others, how = parse(parser, argv, seeds=5)
     if others:
         raise UserError(f"--{next(iter(others)).replace('_', '-')}: no such flag; an arm's flags stand in common/claims.py")
@@ -584,6 +651,8 @@ def command(argv: Sequence[str]) -> None:
     jobs = [job(m, arm, s) for s in range(known.seeds) for m in methods for arm in ARMS[m]]
     failed = [] if known.table else run_all(jobs, keep_models=False, **how)
     write_claims(known.seeds)
+    if known.write:
+        write_record(known.seeds)
     tell(failed)
 
 

@@ -150,11 +150,43 @@ def test_the_pages(two_arms, monkeypatch, capsys):
             c.job("torl", arm, seed).record.unlink()
     c.command(["--table"])  # nothing is finished: a page all the same
     assert "3 are not run" in Path("runs/claims/claims.html").read_text()
-    row = text.split("\n")[4]
+    row = text.split("\n")[6]
     assert row.startswith("| torl | A <b> is better & so on. | 12 and 7 | accuracy on held-out questions after training | with 0.830 (0.772 to 0.888); without 0.730 (")
     assert row.endswith("| 0.100 (0.088 to 0.112) | 5 | holds |")
     assert numbers[0]["differences"]["3"] == pytest.approx(0.11) and [n["verdict"] for n in numbers] == ["holds", "fails", "not run"]
     assert "open runs/claims/claims.html" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_kept_and_shown_where_nothing_was_run(two_arms, monkeypatch):
+    monkeypatch.setattr(c, "CLAIMS", [two_arms()]), monkeypatch.setattr(c, "MINUTES", {"torl": 1}), monkeypatch.setattr(c, "UNTESTED", {"torl": []})
+    Path("docs").mkdir()
+    with pytest.raises(UserError, match="README.md lacks the lines"):
+        Path("README.md").write_text("no marks")
+        c.command(["--table", "--write"])
+    Path("README.md").write_text(f"before\n{c.MARKS[0]}\nold\n{c.MARKS[1]}\nafter\n")
+    c.command(["--table", "--write"])
+    readme, record, whole = Path("README.md").read_text(), json.loads(Path("docs/claims.json").read_text()), Path("docs/claims.md").read_text()
+    assert readme.startswith(f"before\n{c.MARKS[0]}\n| method |") and readme.endswith(f"{c.MARKS[1]}\nafter\n") and "old" not in readme
+    assert "| torl | A <b> is better & so on. | 12 and 7 | with 0.830 (0.772 to 0.888); without 0.730 (" in readme and "1 hold." in whole
+    assert record["arms"]["torl / without"] == {"flags": "--steps 3 --max-turns 0", "minutes": {str(s): 1.5 for s in range(5)}}
+    before = c.result(two_arms(), 5)
+    for arm in ("with", "without"):  # a clone of the repository: no runs
+        for seed in range(5):
+            c.job("torl", arm, seed).record.unlink()
+    assert c.result(two_arms(), 5) == before and list(c.result(two_arms(), 2).differences) == [0, 1] and c.minutes_of("torl", "with", 5)[4] == 1.5
+    c.command(["--table", "--write", "--seeds", "1"])  # nothing kept is lost
+    assert json.loads(Path("docs/claims.json").read_text()) == record and Path("README.md").read_text() == readme
+    assert c.result(two_arms(measure=held_out("em")), 5).verdict == "not run"  # another measure
+    monkeypatch.setitem(c.ARMS["torl"], "without", Arm({"steps": 3, "max_turns": 0, "lr": 1e-3}))
+    assert c.result(two_arms(), 5).arms["without"] == {}  # other flags
+    monkeypatch.undo(), monkeypatch.chdir(Path(c.__file__).parents[1])
+    monkeypatch.setattr(c, "base_model", lambda model: "other weights")
+    assert c.recorded() == {"base": "other weights", "arms": {}, "claims": {}}
+
+
+def test_the_tables_of_the_repository_are_those_of_the_record():
+    assert c.with_table(Path("README.md").read_text()) == Path("README.md").read_text(), 'make claims ARGS="--table --write"'
+    assert not c.RECORD.exists() or Path("docs/claims.md").read_text() == c.record_page()
 
 
 def test_the_plan_counts_runs_and_commands_are_checked(two_arms, monkeypatch, capsys):

@@ -278,7 +278,7 @@ def _requests_row(rng: random.Random, w: World) -> list[Segment]:
     out: list[Segment] = [("prompt", (toolrl_tools if name == "toolrl" else json_tools)(tuple(offered)))] if listed else []
     for _ in range(rng.randrange(4, 9) if listed else rng.randrange(8, 13)):
         other = listed and rng.random() < 0.25
-        r = request(rng.randrange(10**9), 0, missing if other else offered)
+        r = request(rng.randrange(10**9), 0, missing if other else offered, (0.1, 0.3, 0.6))
         calls = () if other else r.calls
         thought, end, rest = PROTOCOLS[name].answer(_tools_thought(calls), calls).removesuffix(IM_END).partition(" </think>")
         out += [("prompt", f"\n{r.text}\n"), ("model", thought), *_framed(end + rest)] if listed or calls else []  # the thought decides

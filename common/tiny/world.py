@@ -279,10 +279,10 @@ class Request:
     calls: tuple[tuple[str, dict[str, str | int]], ...]
 
 
-def request(seed: int, number: int, offered: Sequence[Tool] | None = None) -> Request:
-    """Request `number` of a world, to the tools `offered` or to two or three that are drawn; one in five is none that they serve."""
+def request(seed: int, number: int, offered: Sequence[Tool] | None = None, shares: tuple[float, float, float] = (0.2, 0.5, 0.3)) -> Request:
+    """Request `number` of a world, to the tools `offered` or to two or three that are drawn; `shares` of them need no call, one and two."""
     rng = random.Random(f"request {seed} {number}")
-    n_calls = rng.choices((0, 1, 2), (0.2, 0.5, 0.3))[0]
+    n_calls = rng.choices((0, 1, 2), shares)[0]
     offered = offered or rng.sample(TOOLS, rng.randrange(2, 4))
     wanted = [rng.choice(offered) for _ in range(n_calls)] if n_calls != 2 else rng.sample(offered, 2)
     if n_calls == 0 and rng.random() < 0.7:  # asks for a tool that is not offered
