@@ -163,10 +163,10 @@ def test_what_was_measured_is_kept_and_shown_where_nothing_was_run(two_arms, mon
     with pytest.raises(UserError, match="README.md lacks the lines"):
         Path("README.md").write_text("no marks")
         c.command(["--table", "--write"])
-    Path("README.md").write_text(f"before\n{c.MARKS[0]}\nold\n{c.MARKS[1]}\nafter\n")
+    Path("README.md").write_text(f"before\n{c.MARKS[0]}\nstale\n{c.MARKS[1]}\nafter\n")
     c.command(["--table", "--write"])
     readme, record, whole = Path("README.md").read_text(), json.loads(Path("docs/claims.json").read_text()), Path("docs/claims.md").read_text()
-    assert readme.startswith(f"before\n{c.MARKS[0]}\n| method |") and readme.endswith(f"{c.MARKS[1]}\nafter\n") and "old" not in readme
+    assert readme.startswith(f"before\n{c.MARKS[0]}\n| method |") and readme.endswith(f"{c.MARKS[1]}\nafter\n") and "stale" not in readme
     assert "| torl | A <b> is better & so on. | 12 and 7 | with 0.830 (0.772 to 0.888); without 0.730 (" in readme and "1 hold." in whole
     assert record["arms"]["torl / without"] == {"flags": "--steps 3 --max-turns 0", "minutes": {str(s): 1.5 for s in range(5)}}
     before = c.result(two_arms(), 5)
