@@ -66,7 +66,7 @@ class Config:
     preset: str = setting("tiny", "defaults for the other flags: tiny, smollm2 or paper", "ours")
     name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
-    steps: int = setting(80, "optimisation steps (one rollout batch each)", "paper Fig. 6")
+    steps: int = setting(60, "optimisation steps (one rollout batch each)", "paper Fig. 6")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")

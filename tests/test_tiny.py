@@ -113,7 +113,7 @@ def test_plain_reading_is_always_right_and_the_answer_was_there_to_read():
 def test_the_exercise_of_calls_copies_what_stands_before_and_its_records_are_right():
     w, kinds = world(3), set()
     for number in range(200):
-        read, segments = "", traces.calling_trace(random.Random(number), w)
+        read, segments = "", traces.calling_trace(random.Random(number), w, (0.55, 0.2, 0.25))
         for (author, piece), (_, before) in zip(segments, [("", "")] + segments):
             if author == "model" and "<think>" not in piece and not before.endswith('"name": "'):  # a tool's own name need not stand before
                 assert piece in read
@@ -141,7 +141,8 @@ def test_pretraining_never_uses_a_world_of_training_or_evaluation(monkeypatch):
     monkeypatch.setattr(traces, "world", lambda seed: used.add(seed) or world(seed))
     for number in (0, 1, 2, 3, 500, 10**6):
         for phase in build.PHASES[1:]:
-            build.trace(phase.seed, number, reading=phase.reading, calling=phase.calling, sloppy=phase.sloppy, mixture=phase.mixture)
+            build.trace(phase.seed, number, reading=phase.reading, calling=phase.calling, sloppy=phase.sloppy, mixture=phase.mixture,
+                        calling_kinds=phase.calling_kinds)
         traces.trace(0, number, "search_r1")
     assert used and not used & {e.meta["world"] for seed in (0, 1, 7) for e in questions("train", 50, seed) + questions("eval", 50)}
     assert max(used) < 0

@@ -255,12 +255,12 @@ def reading_trace(rng: random.Random, w: World) -> list[Segment]:
     return out
 
 
-def calling_trace(rng: random.Random, w: World) -> list[Segment]:
-    """JSON in no protocol, always right, several a row: calls for requests, calls for pages and questions, or records of what passages say.
+def calling_trace(rng: random.Random, w: World, kinds: tuple[float, float, float]) -> list[Segment]:
+    """JSON in no protocol, always right, several a row: calls for requests, calls for pages and questions, or records of what passages say, in these shares.
 
     Names, numbers and addresses are copied into it from what stands before. "Sable" and " Sable" are two entries of the vocabulary, so a copied
     name has to change form, and sloppy traces show that too rarely. The values count; the braces and keys around them hardly do."""
-    return rng.choices((_requests_row, _web_row, _records_row), (0.55, 0.2, 0.25))[0](rng, w)
+    return rng.choices((_requests_row, _web_row, _records_row), kinds)[0](rng, w)
 
 
 VALUE = re.compile(r'((?<=": ")[^"]*(?=")|(?<=": )\d+|(?<=\[")[^"]*(?="))')
@@ -271,8 +271,8 @@ def _framed(text: str) -> list[Segment]:
 
 
 def _requests_row(rng: random.Random, w: World) -> list[Segment]:
-    """Requests to one set of tools, each with its calls, in ToolRL's or Tool-N1's JSON; one in four asks for a tool that is not among them. Some rows
-    have no list of tools and are all the nearer."""
+    """Requests to one set of tools, most of them for two calls, each with its calls in ToolRL's or Tool-N1's JSON; one in four asks for a tool that is
+    not among them. Some rows have no list of tools and are all the nearer."""
     offered, name = rng.sample(TOOLS, rng.randrange(2, 5)), rng.choice(("toolrl", "tool_n1"))
     missing, listed = [t for t in TOOLS if t not in offered], rng.random() < 0.8
     out: list[Segment] = [("prompt", (toolrl_tools if name == "toolrl" else json_tools)(tuple(offered)))] if listed else []
@@ -321,15 +321,17 @@ def task(family: str, seed: int, number: int) -> Question | Problem | Request:
 
 
 def trace(seed: int, number: int, protocol: str | None = None, reading: float = 0, calling: float = 0, sloppy: float = 1,
-          mixture: dict[str, int] = MIXTURE) -> tuple[str, list[Segment]]:
+          mixture: dict[str, int] = MIXTURE, calling_kinds: tuple[float, float, float] = (0.55, 0.2, 0.25)) -> tuple[str, list[Segment]]:
     """One pre-training episode: (protocol, segments). Shares `reading` and `calling` of them are plain exercises, in no protocol; of the others
     a share `sloppy` follows POLICY, and the rest does everything right. Worlds of pre-training have negative seeds; no run ever uses those."""
     rng = random.Random(f"trace {seed} {number}")
     kind = rng.random()
     name = protocol or ("reading" if kind < reading else "calling" if kind < reading + calling else _draw(rng, mixture))
     world_seed = -1 - (seed * 1_000_003 + number) // 256
-    if name in ("reading", "calling"):
-        return name, (reading_trace if name == "reading" else calling_trace)(rng, world(world_seed))
+    if name == "reading":
+        return name, reading_trace(rng, world(world_seed))
+    if name == "calling":
+        return name, calling_trace(rng, world(world_seed), calling_kinds)
     p = PROTOCOLS[name]
     t = task(p.family, world_seed, number)
     policy = _draw(rng, POLICY[p.family]) if sloppy and (sloppy == 1 or rng.random() < sloppy) else "right"
