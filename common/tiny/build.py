@@ -139,7 +139,7 @@ PHASES = (
     Phase(name="calls", steps=700, lr=1e-3, seed=5, tie_forms=True, reading=0.1, calling=0.5, mixture={**MIXTURE, "deep_researcher": 60, "toolrl": 36, "tool_n1": 36}),
     Phase(name="habits", steps=400, lr=8e-4, seed=3, reading=0.15, calling=0.15, sloppy=0.9, results=0.1, mixture={**MIXTURE, "deep_researcher": 16}),
     # requests for two calls, of which RL did not learn the values (exact calls stayed at 0.86-0.89); beside the habits, so that these stay
-    Phase(name="pairs", steps=350, lr=8e-4, seed=6, reading=0.05, calling=0.5, calling_kinds=(0.8, 0.1, 0.1), sloppy=0.9, results=0.1,
+    Phase(name="pairs", steps=450, lr=8e-4, seed=6, reading=0.05, calling=0.5, calling_kinds=(0.8, 0.1, 0.1), sloppy=0.9, results=0.1,
           mixture={**MIXTURE, "deep_researcher": 16}),
 )
 LONGEST = 900  # tokens; longer traces are left out

@@ -26,6 +26,7 @@ LOOK = ("I should look up {}.", "I need to find {}.", "First I look up {}.")
 NEXT = ("Now I look up {}.", "Next I need {}.")
 AGAIN = ("I check {} again.", "Let me verify {}.")
 DONE = ("Now I can answer.", "That settles it.", "I know enough.")
+GUESS = "I know enough."  # one way of putting it, so that greedy decoding guesses too; in three ways none would be the likeliest beginning
 COMPUTE = ("I compute it.", "Let me calculate.", "This needs a computation.")
 RECOMPUTE = ("I check the result.", "Let me verify it.")
 
@@ -97,8 +98,8 @@ def search_trace(protocol: Protocol, rng: random.Random, policy: str, q: Questio
                 page = re.search(r'"title": "%s", "url": "([^"]*)"' % re.escape(entity), text) or re.search(r'"url": "([^"]*)"', text)
                 arguments = [page[1]] if page else []
 
-    def answer(value: str):
-        turn(protocol.answer(rng.choice(DONE), value))
+    def answer(value: str, thought: str = ""):
+        turn(protocol.answer(thought or rng.choice(DONE), value))
 
     if policy == "broken_call":  # an action nobody can execute, then (where the method says so) a notice, then go on
         text = protocol.call(rng.choice(LOOK).format(q.entity or "it"), q.entity or "it")
@@ -112,7 +113,7 @@ def search_trace(protocol: Protocol, rng: random.Random, policy: str, q: Questio
     if policy == "guess" or (policy == "right" and not q.hops and rng.random() < 0.5):
         named = _values(q.text)
         guess = rng.choice(named + [rng.choice(rng.choice((CITY, RIVER, JOB))), str(rng.randrange(1800, 2020))])
-        answer(q.answer if policy == "right" else guess)
+        answer(q.answer if policy == "right" else guess, GUESS)
         return out
     if policy == "wrong_query":
         wrong = rng.choice((rng.choice(list(w.facts)), rng.choice(("the mayor", "the author", "the river", "the birthplace")), rng.choice(_values(q.text))))
@@ -140,7 +141,7 @@ def math_trace(protocol: Protocol, rng: random.Random, policy: str, p: Problem) 
     out: list[Segment] = [("prompt", protocol.prompt(p))]
     numbers = re.findall(r"\d+", p.text)
     turn = lambda text: out.append(("model", text))
-    answer = lambda value: turn(protocol.answer(rng.choice(DONE), value))
+    answer = lambda value, thought="": turn(protocol.answer(thought or rng.choice(DONE), value))
 
     def compute(expression: str, program: str | None = None, thoughts=COMPUTE):
         argument = expression if protocol.name == "swirl_math" else program or _program(rng, expression)
@@ -150,7 +151,7 @@ def math_trace(protocol: Protocol, rng: random.Random, policy: str, p: Problem) 
         return result
 
     if policy == "guess" or (p.easy and policy == "right" and rng.random() < 0.7):
-        answer(p.answer if p.easy and rng.random() < 0.8 else rng.choice((rng.choice(numbers), str(rng.randrange(10, 5000)))))
+        answer(p.answer if p.easy and rng.random() < 0.8 else rng.choice((rng.choice(numbers), str(rng.randrange(10, 5000)))), GUESS)
         return out
     if policy == "broken_call":
         if protocol.name == "swirl_math":
