@@ -575,11 +575,15 @@ def with_table(readme: str) -> str:
     _, end, after = rest.partition(MARKS[1])
     if not mark or not end:
         raise UserError(f"README.md lacks the lines {MARKS[0]!r} and {MARKS[1]!r}, between which the table of claims stands")
+    results = [result(c, most_seeds()) for c in CLAIMS]
     lines = []
-    for r in [result(c, most_seeds()) for c in CLAIMS]:
-        arms = [f"{arm} {said(list(own.values()))}" for arm, own in r.arms.items() if own]
-        lines.append([r.claim.method, r.claim.says, r.claim.paper, "; ".join(arms) or "–", said(list(r.differences.values())) if r.differences else "–", r.verdict])
-    return f"{before}{mark}\n{markdown_table(['method', 'claim', 'paper', 'here: arms', 'difference or change', 'verdict'], lines)}\n{end}{after}"
+    for r in results:
+        if r.differences:
+            arms = [f"{arm} {said(list(own.values()))}" for arm, own in r.arms.items()] if r.claim.arms[1:] else []
+            lines.append([r.claim.method, r.claim.says, r.claim.paper, "; ".join(arms) or "–", said(list(r.differences.values())), str(len(r.differences)), r.verdict])
+    table = markdown_table(["method", "claim", "paper", "here: arms", "difference or change", "seeds", "verdict"], lines)
+    rest = f"\n{len(results) - len(lines)} more claims are listed and not run on these weights yet.\n" if len(lines) < len(results) else ""
+    return f"{before}{mark}\n{table}{rest}\n{end}{after}"
 
 
 def lead_and_rule(results: Sequence[Result]) -> str:

@@ -2,6 +2,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,8 @@ def test_the_pages(two_arms, monkeypatch, capsys):
 
 
 def test_what_was_measured_is_kept_and_shown_where_nothing_was_run(two_arms, monkeypatch):
-    monkeypatch.setattr(c, "CLAIMS", [two_arms()]), monkeypatch.setattr(c, "MINUTES", {"torl": 1}), monkeypatch.setattr(c, "UNTESTED", {"torl": []})
+    monkeypatch.setattr(c, "CLAIMS", [two_arms(), replace(two_arms(measure=samples("calls", 1, 3)), id="none")])
+    monkeypatch.setattr(c, "MINUTES", {"torl": 1}), monkeypatch.setattr(c, "UNTESTED", {"torl": []})
     Path("docs").mkdir()
     with pytest.raises(UserError, match="README.md lacks the lines"):
         Path("README.md").write_text("no marks")
@@ -167,7 +169,8 @@ def test_what_was_measured_is_kept_and_shown_where_nothing_was_run(two_arms, mon
     c.command(["--table", "--write"])
     readme, record, whole = Path("README.md").read_text(), json.loads(Path("docs/claims.json").read_text()), Path("docs/claims.md").read_text()
     assert readme.startswith(f"before\n{c.MARKS[0]}\n| method |") and readme.endswith(f"{c.MARKS[1]}\nafter\n") and "stale" not in readme
-    assert "| torl | A <b> is better & so on. | 12 and 7 | with 0.830 (0.772 to 0.888); without 0.730 (" in readme and "1 hold." in whole
+    assert "| torl | A <b> is better & so on. | 12 and 7 | with 0.830 (0.772 to 0.888); without 0.730 (" in readme and "1 hold, 1 are not run." in whole
+    assert "0.100 (0.088 to 0.112) | 5 | holds |\n\n1 more claims are listed and not run on these weights yet.\n" in readme
     assert record["arms"]["torl / without"] == {"flags": "--steps 3 --max-turns 0", "minutes": {str(s): 1.5 for s in range(5)}}
     before = c.result(two_arms(), 5)
     for arm in ("with", "without"):  # a clone of the repository: no runs
