@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from common import UserError
-from common.experiments import (Job, Rows, bars, base_model, chain, escape, flags_of, html_table, markdown_table, nearest, parse, read_rows, run_all, said, state,
-                                t_interval, tell, write_pages)
+from common.experiments import (Job, Rows, bars, base_model, chain, escape, flags_of, html_table, markdown_table, nearest, parse, read_rows, run_all,
+                                said, state, t_interval, tell, write_pages)
 from common.run import main, write_atomic
 from common.tiny.world import questions, world
 
@@ -642,6 +642,7 @@ def command(argv: Sequence[str]) -> None:
     parser.add_argument("method", nargs="?", default="", help="one method (default: all ten)")
     parser.add_argument("--plan", action="store_true", help="say what would be run, and end")
     parser.add_argument("--table", action="store_true", help="run nothing, write the pages from what is there")
+    parser.add_argument("--missing", action="store_true", help="run only what docs/claims.json lacks")
     parser.add_argument("--write", action="store_true", help="keep what was measured: docs/claims.json, docs/claims.md, the table in README.md")
     known, others, how = parse(parser, argv, seeds=5)
     if others:
@@ -652,7 +653,7 @@ def command(argv: Sequence[str]) -> None:
     if known.plan:
         return print(plan(methods, known.seeds))
     write_data(known.seeds)
-    jobs = [job(m, arm, s) for s in range(known.seeds) for m in methods for arm in ARMS[m]]
+    jobs = [job(m, arm, s) for s in range(known.seeds) for m in methods for arm in ARMS[m] if not known.missing or s not in minutes_of(m, arm, known.seeds)]
     failed = [] if known.table else run_all(jobs, keep_models=False, **how)
     write_claims(known.seeds)
     if known.write:

@@ -177,6 +177,11 @@ def test_what_was_measured_is_kept_and_shown_where_nothing_was_run(two_arms, mon
         for seed in range(5):
             c.job("torl", arm, seed).record.unlink()
     assert c.result(two_arms(), 5) == before and list(c.result(two_arms(), 2).differences) == [0, 1] and c.minutes_of("torl", "with", 5)[4] == 1.5
+    asked = []
+    monkeypatch.setattr(c, "run_all", lambda jobs, **how: asked.append([(j.name, j.seed) for j in jobs]) or [])
+    monkeypatch.setattr(c, "write_data", lambda seeds: None)
+    c.command(["torl", "--missing", "--seeds", "6"]), c.command(["torl", "--seeds", "1"])
+    assert asked == [[("claims-with-seed5", 5), ("claims-without-seed5", 5)], [("claims-with-seed0", 0), ("claims-without-seed0", 0)]]
     c.command(["--table", "--write", "--seeds", "1"])  # nothing kept is lost
     assert json.loads(Path("docs/claims.json").read_text()) == record and Path("README.md").read_text() == readme
     assert c.result(two_arms(measure=held_out("em")), 5).verdict == "not run"  # another measure
