@@ -120,7 +120,7 @@ exercises: setup  ## planted bugs: prove that the tests find each; to hunt one: 
 vectors: setup  ## reward and parser vectors: make vectors [DIR=tests/vectors]
 	$(V) -m tests.check_vectors $(or $(DIR),tests/vectors)
 
-tiny_model: setup  ## rebuild the tiny model from nothing (about 35 minutes on two quiet cores)
+tiny_model: setup  ## rebuild the tiny model from nothing (about 40 minutes on two quiet cores with bfloat16)
 	$(V) -m common.tiny.build $(ARGS)
 
 tiny_rates: setup  ## success rate of the tiny model on every protocol, before any RL

@@ -26,6 +26,7 @@ from typing import Literal
 from common import UserError
 from common.experiments import (Job, Rows, bars, base_model, chain, escape, flags_of, html_table, markdown_table, nearest, parse, read_rows, run_all,
                                 said, state, t_interval, tell, write_pages)
+from common.provenance import between
 from common.run import main, write_atomic
 from common.tiny.world import questions, world
 
@@ -570,11 +571,7 @@ def record_page() -> str:
 
 
 def with_table(readme: str) -> str:
-    """The README with its table of claims made anew. UserError if its marks are not there."""
-    before, mark, rest = readme.partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not mark or not end:
-        raise UserError(f"README.md lacks the lines {MARKS[0]!r} and {MARKS[1]!r}, between which the table of claims stands")
+    """The README with its table of claims made anew."""
     results = [result(c, most_seeds()) for c in CLAIMS]
     lines = []
     for r in results:
@@ -583,7 +580,7 @@ def with_table(readme: str) -> str:
             lines.append([r.claim.method, r.claim.says, r.claim.paper, "; ".join(arms) or "–", said(list(r.differences.values())), str(len(r.differences)), r.verdict])
     table = markdown_table(["method", "claim", "paper", "here: arms", "difference or change", "seeds", "verdict"], lines)
     rest = f"\n{len(results) - len(lines)} more claims are listed and not run on these weights yet.\n" if len(lines) < len(results) else ""
-    return f"{before}{mark}\n{table}{rest}\n{end}{after}"
+    return between(readme, MARKS, f"{table}{rest}")
 
 
 def lead_and_rule(results: Sequence[Result]) -> str:
@@ -613,7 +610,8 @@ def write_claims(seeds: int) -> None:
     body = [f"<p>{escape(lead)}</p><p class=\"quiet\">{escape(rule)} In the pictures the bar is the interval, the large dot the mean, each small dot a seed.</p>"]
     verdicts = html_table(["verdict", "method", "claim"], [[r.verdict, r.claim.method, r.claim.says] for r in results])
     body.append(f"<details><summary>All verdicts in one table</summary>{verdicts}</details>")
-    for method in ARMS:
+    measured = {r.claim.method for r in results if r.differences}
+    for method in sorted(ARMS, key=lambda m: m not in measured):  # what was run comes first
         took = sum(sum(minutes_of(method, arm, seeds).values()) for arm in ARMS[method])
         arms = "".join(f"<li>{escape(name)}: <code>{escape(' '.join(flags_of(arm.flags)))}</code></li>" for name, arm in ARMS[method].items())
         untested = "".join(f"<li>{escape(text)}</li>" for text in UNTESTED[method])

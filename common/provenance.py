@@ -81,13 +81,18 @@ def short(methods: Sequence[Method]) -> str:
     return table(["method", *(f"`{name}`" for name in README_SETTINGS)], [[m.title, *(value(m, name) for name in README_SETTINGS)] for m in methods])
 
 
-def with_table(readme: str, methods: Sequence[Method]) -> str:
-    """The README with its table made anew. UserError if its marks are not there."""
-    before, mark, rest = readme.partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
+def between(readme: str, marks: tuple[str, str], text: str) -> str:
+    """The README with `text` in place of what stands between its two marks. UserError if these are not there."""
+    before, mark, rest = readme.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not mark or not end:
-        raise UserError(f"README.md lacks the lines {MARKS[0]!r} and {MARKS[1]!r}, between which the table of settings stands")
-    return f"{before}{mark}\n{short(methods)}\n{end}{after}"
+        raise UserError(f"README.md lacks the lines {marks[0]!r} and {marks[1]!r}, between which a table stands that is written by a command")
+    return f"{before}{mark}\n{text}\n{end}{after}"
+
+
+def with_table(readme: str, methods: Sequence[Method]) -> str:
+    """The README with its table of settings made anew."""
+    return between(readme, MARKS, short(methods))
 
 
 def command(arguments: Sequence[str]) -> None:

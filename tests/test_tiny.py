@@ -113,7 +113,7 @@ def test_plain_reading_is_always_right_and_the_answer_was_there_to_read():
 def test_the_exercise_of_calls_copies_what_stands_before_and_its_records_are_right():
     w, kinds = world(3), set()
     for number in range(200):
-        read, segments = "", traces.calling_trace(random.Random(number), w, (0.55, 0.2, 0.25))
+        read, segments = "", traces.calling_trace(random.Random(number), w, traces.CALLING_KINDS)
         for (author, piece), (_, before) in zip(segments, [("", "")] + segments):
             if author == "model" and "<think>" not in piece and not before.endswith('"name": "'):  # a tool's own name need not stand before
                 assert piece in read

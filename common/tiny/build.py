@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from common.policy import load_model
 from common.tiny.measure import success_rates
 from common.tiny.protocols import END_OF_TEXT, IM_END, TAGS
-from common.tiny.traces import MIXTURE, trace
+from common.tiny.traces import CALLING_KINDS, MIXTURE, trace
 from common.tiny.world import ADJECTIVE, CITY, DAY, DISH, FIRST, ITEM, JOB, LAST, NOUN, RIVER
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -123,7 +123,7 @@ class Phase:
     decay: bool = True  # a cosine down to 5 % of the peak at the last step; else constant
     reading: float = 0  # share of plain reading among the traces
     calling: float = 0  # share of plain writing of calls
-    calling_kinds: tuple[float, float, float] = (0.55, 0.2, 0.25)  # of which calls for requests, calls for pages, records
+    calling_kinds: tuple[float, float, float] = CALLING_KINDS  # of which calls for requests, calls for pages, records
     tie_forms: bool = False  # start with names' two forms side by side
     sloppy: float = 0  # share of the other traces whose author is sloppy
     results: float = 0  # loss weight of a token of a tool's result: most cannot be foreseen, so they drown what is to be learned

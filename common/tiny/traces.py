@@ -16,6 +16,7 @@ from common.tiny.world import (CITY, JOB, RIVER, TOOLS, Problem, Question, Reque
 # share of traces per protocol; longer or harder protocols get more
 MIXTURE = {"search_r1": 16, "otc": 7, "research": 10, "r1_searcher": 10, "deep_researcher": 10, "swirl": 8, "swirl_math": 6,
            "torl": 9, "retool": 9, "toolrl": 12, "tool_n1": 10}
+CALLING_KINDS = (0.55, 0.2, 0.25)  # of the exercise of calls: calls for requests, calls for pages and questions, records
 # what the sloppy author does, and how often (per family); whoever does an easy sum in the head, even the right one, errs one time in five
 POLICY = {
     "search": {"guess": 55, "no_tags": 6, "broken_call": 4, "wrong_query": 8, "stop_early": 6, "misread": 5, "right": 16},
@@ -322,7 +323,7 @@ def task(family: str, seed: int, number: int) -> Question | Problem | Request:
 
 
 def trace(seed: int, number: int, protocol: str | None = None, reading: float = 0, calling: float = 0, sloppy: float = 1,
-          mixture: dict[str, int] = MIXTURE, calling_kinds: tuple[float, float, float] = (0.55, 0.2, 0.25)) -> tuple[str, list[Segment]]:
+          mixture: dict[str, int] = MIXTURE, calling_kinds: tuple[float, float, float] = CALLING_KINDS) -> tuple[str, list[Segment]]:
     """One pre-training episode: (protocol, segments). Shares `reading` and `calling` of them are plain exercises, in no protocol; of the others
     a share `sloppy` follows POLICY, and the rest does everything right. Worlds of pre-training have negative seeds; no run ever uses those."""
     rng = random.Random(f"trace {seed} {number}")
