@@ -120,11 +120,15 @@ def side_by_side(model, tokenizer, prompts, budget: Budget, numbers: list[int], 
     for name, engine in engines.items():
         engine.step = measured(name, engine.step)
 
+    results: dict = {}  # by query: a search must not take the processor from the engine, as no service elsewhere would
+
     def play(name, chosen, delay) -> tuple[float, float, list]:
         """(wall seconds, share of them outside the engine, trajectories)."""
         def search(calls):
             time.sleep(delay)
-            return tool.run(calls)
+            if unknown := [c for c in calls if c.argument not in results]:
+                results.update(zip((c.argument for c in unknown), tool.run(unknown)))
+            return [results[c.argument] for c in calls]
         pool, engine = ToolPool(workers=len(chosen) if delay else 1), engines[name]
         engine.sync(model)                                 # empties the cache
         busy[name], started = 0.0, time.perf_counter()
