@@ -193,7 +193,7 @@ def test_what_was_measured_is_kept_and_shown_where_nothing_was_run(two_arms, mon
 
 
 def test_the_tables_of_the_repository_are_those_of_the_record(monkeypatch):
-    monkeypatch.setattr(c, "state", lambda job: "not run")  # whatever runs lie here besides
+    monkeypatch.setattr(c, "state", lambda job: "new")  # whatever runs lie here besides
     assert c.with_table(Path("README.md").read_text()) == Path("README.md").read_text(), 'make claims ARGS="--table --write"'
     assert Path("docs/claims.md").read_text() == c.record_page()
 
