@@ -77,6 +77,12 @@ def test_measures(measure, expected):
     assert measure.of(ROWS) == pytest.approx(expected) and measure.text
 
 
+def test_the_course_leaves_out_the_start_and_counts_every_later_evaluation():
+    rows = {"eval": {0: {"em": 1.0, "f1": 0.5}, 2: {"em": 0.1, "f1": 0.5}, 4: {"em": 0.6, "f1": None}, 10: {"em": 0.8, "f1": 0.5}}}
+    assert c.course("em").of(rows) == pytest.approx(0.5)
+    assert c.course("f1").of(rows) != c.course("f1").of(rows)  # NaN: one evaluation lacks it
+
+
 def test_a_missing_value_is_no_number_and_a_missing_step_an_error():
     assert math.isnan(samples("calls", 6, 6).of(ROWS)) and math.isnan(held_out("f1").of(ROWS)) and math.isnan(held_out("none").of(ROWS))
     with pytest.raises(UserError, match=r"a run has no training step 7, which a claim measures \(em, steps 5 to 7\)"):
