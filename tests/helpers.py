@@ -8,6 +8,18 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import Example
 from common.rollout import Prompt
+from common.run import main
+
+
+def command(capsys, body) -> tuple[int, str]:
+    """Exit code and output of a command, run in this process: one of its own needs five seconds to begin."""
+    code = 0
+    try:
+        main(body)
+    except SystemExit as leave:
+        code = leave.code
+    seen = capsys.readouterr()
+    return code, seen.out + seen.err
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

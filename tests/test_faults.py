@@ -27,12 +27,12 @@ from common import UserError
 from common.engine import HFEngine
 from common.policy import Critic, make_optimizer
 from common.rollout import InfrastructureFailure, Tool, ToolCall, ToolPool
-from common.run import Interrupted, Run, main
+from common.run import Interrupted, Run
 from common.sandbox import Limits, SandboxDown, open_sandbox
 from common.search import RemoteRetriever
 from common.update import critic_step, joined, policy_step, supervised_step, values
 from methods import search_r1, torl
-from tests.helpers import tiny_random_model
+from tests.helpers import command, tiny_random_model
 from tests.test_update import OPTIONS, experience
 
 ROOT = Path(__file__).parent.parent
@@ -61,13 +61,7 @@ def clean(monkeypatch):
 
 def go(capsys, config, method=search_r1) -> tuple[int, str]:
     """Exit code and output of a command."""
-    code = 0
-    try:
-        main(lambda: method.train(config))
-    except SystemExit as leave:
-        code = leave.code
-    seen = capsys.readouterr()
-    return code, seen.out + seen.err
+    return command(capsys, lambda: method.train(config))
 
 
 def on_call(monkeypatch, where, name: str, number: int, do) -> None:

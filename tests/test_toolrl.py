@@ -255,7 +255,7 @@ def test_no_json_breaks_it(method, line):
 
 
 @pytest.mark.parametrize("text", [
-    text_of({"name": "f", "parameters": {"a": "x" * 10_000_000}}), "<think> x </think>\n<tool_call>\n" + '{"name": "f", "parameters": {"a": 1}}\n' * 250_000 + "</tool_call>",
+    text_of({"name": "f", "parameters": {"a": "x" * 10_000_000}}), "<think> x </think>\n<tool_call>\n" + (json.dumps({"name": "f", "parameters": {"a": "x" * 360}}) + "\n") * 25_000 + "</tool_call>",
     "</think>\n<tool_call>\n" * 450_000, "<think>" * 1_400_000, "<tool_call>" * 900_000, "</tool_call>" * 800_000], ids=["value", "calls", "shape", "think", "open", "closed"])
 def test_ten_megabytes_take_seconds_at_most(text):
     assert len(text) > 9_000_000
