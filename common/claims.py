@@ -261,10 +261,11 @@ CLAIMS = [
     Claim("hops_searches", "research", "Questions of more hops get more searches.",
           "no number", "arXiv 2503.19470; arXiv 2504.03160", ("floor 0.1",), gap("calls_2hop", "calls_1hop"), "more"),
     Claim("floor_silent", "research", "For a small model the floor of 0.1 makes more groups teach nothing.",
-          "88 to 94 % of the samples of a 0.6B model sit on the floor", "study of a 0.6B model by a third party", ("floor 0.1", "no floor"),
-          samples("zero_variance_groups", 1, 16), "more", note="The paper itself keeps the floor, for models of 7B and 32B."),
+          "88 to 94 % of the samples of a 0.6B model sit on the floor", "a third party's report on a 0.6B model, not published as a paper",
+          ("floor 0.1", "no floor"), samples("zero_variance_groups", 1, 16), "more", note="The paper itself keeps the floor, for models of 7B and 32B."),
     Claim("floor_slow", "research", "For a small model the floor of 0.1 slows learning.",
-          "a 0.6B model does not learn", "study of a 0.6B model by a third party", ("floor 0.1", "no floor"), samples("reward_f1", 5, 16), "less"),
+          "a 0.6B model does not learn", "a third party's report on a 0.6B model, not published as a paper", ("floor 0.1", "no floor"),
+          samples("reward_f1", 5, 16), "less"),
     # R1-Searcher
     Claim("stage1_searches", "r1_searcher", "Without stage 1 the model does not come to search.",
           "Llama-3.1-8B never searches", "arXiv 2503.05592, §4.2", ("F1", "without stage 1"), held_out("calls"), "more"),
@@ -320,18 +321,18 @@ CLAIMS = [
     Claim("torl_pass_right", "torl", "Programs in right answers run more often than those in wrong ones.",
           "curves", "arXiv 2503.23383, §3.3.1", ("C = 1",), sample_gap("pass_right", "pass_wrong", 1, 20), "more"),
     # ReTool
-    Claim("retool_text", "retool", "With an interpreter fewer steps lead further than RL in text alone.",
+    Claim("retool_text", "retool", "With an interpreter RL gets further than in text alone.",
           "AIME24 67.0 after 400 steps; in text 40.0 after 1,080", "arXiv 2504.11536 v2, table 1", ("cold start, interpreter", "cold start, text"),
-          held_out("accuracy"), "more"),
+          held_out("accuracy"), "more", note="Here both have 16 steps."),
     Claim("retool_rl", "retool", "RL goes well beyond the cold start.",
           "AIME24 40.9 after the cold start, 67.0 after RL", "arXiv 2504.11536 v2, table 1", ("cold start, interpreter",), gain("accuracy"),
-          "more"),
+          "more", note="Here the cold start alone brings nearly all that can be reached."),
     Claim("retool_cold", "retool", "A cold start saves RL steps.",
           "RL without one is not reported", "arXiv 2504.11536 v2, §2.2", ("cold start, interpreter", "interpreter alone"),
           steps_until("reward_accuracy", 0.7, 16), "less"),
     Claim("retool_short", "retool", "Responses become shorter.",
           "from 10k to 6k tokens", "arXiv 2504.11536 v2, §3.3", ("cold start, interpreter",), rise("response_tokens", 16), "less"),
-    Claim("retool_code", "retool", "Nearly every answer comes to contain code.",
+    Claim("retool_code", "retool", "More and more answers contain code.",
           "up to about 98 %", "arXiv 2504.11536 v2, §3.3", ("cold start, interpreter",), rise("reward_code", 16), "more"),
     Claim("retool_pass", "retool", "Code in right answers runs more often than code in wrong ones.",
           "nearly 100 % in right ones, falling in wrong ones", "arXiv 2504.11536 v2, §3.3", ("cold start, interpreter",),
@@ -373,7 +374,7 @@ CLAIMS = [
     Claim("swirl_sft_base", "swirl", "Supervised learning on the items makes the start model worse.",
           "below the base model; best with both filters; figure", "arXiv 2504.04736, fig. 5", ("supervised",), gain("em"), "less",
           note="The judge of the tiny world never errs, so filtered items here are flawless."),
-    Claim("swirl_more", "swirl", "Few trajectories are not enough.",
+    Claim("swirl_more", "swirl", "More trajectories give better answers.",
           "100 are not enough, 1,000 good, 10,000 better", "arXiv 2504.04736, scaling", ("process filter", "10 trajectories"), held_out("em"),
           "more", note="Here 100 against 10."),
     # ToolRL
@@ -531,9 +532,8 @@ def result(claim: Claim, seeds: int) -> Result:
 
 def meaning(claim: Claim) -> str:
     """The region in words."""
-    within = f" by {claim.margin:g} at most" if claim.margin else ""
-    return {"more": "above 0", "less": "below 0", "same": f"within {claim.margin:g} of 0", "no more": f"above 0{within}, or below",
-            "no less": f"below 0{within}, or above"}[claim.expects]
+    m = f"{claim.margin:g}"
+    return {"more": "above 0", "less": "below 0", "same": f"between -{m} and {m}", "no more": f"below {m}", "no less": f"above -{m}"}[claim.expects]
 
 
 # ---- pages ------------------------------------------------------------------------------------------------------------
@@ -580,7 +580,7 @@ def most_seeds() -> int:
 def record_page() -> str:
     """docs/claims.md: the whole table, from the record alone."""
     results = [result(c, most_seeds()) for c in CLAIMS]
-    return f"# Claims in miniature\n\nWritten by `make claims ARGS=\"--table --write\"`; not to be edited.\n\n{lead_and_rule(results)}\n\n{whole_table(results)}"
+    return f"# Claims in miniature\n\nWritten by `make claims ARGS=\"--table --write\"`; not to be edited.\n\n{lead_and_rule(results)}\n\n{tables(results)}"
 
 
 def with_table(readme: str) -> str:
@@ -589,9 +589,9 @@ def with_table(readme: str) -> str:
     lines = []
     for r in results:
         if r.differences:
-            arms = [f"{arm} {said(list(own.values()))}" for arm, own in r.arms.items()] if r.claim.arms[1:] else []
-            lines.append([r.claim.method, r.claim.says, r.claim.paper, "; ".join(arms) or "–", said(list(r.differences.values())), str(len(r.differences)), r.verdict])
-    table = markdown_table(["method", "claim", "paper", "here: arms", "difference or change", "seeds", "verdict"], lines)
+            here = f"{r.claim.measure.text}: {arms_text(r)}" if r.claim.arms[1:] else r.claim.measure.text
+            lines.append([r.claim.method, r.claim.says, r.claim.paper, here, *outcome(r)])
+    table = markdown_table(["method", "claim", "paper", "here", *OUTCOME], lines)
     rest = f"\n{len(results) - len(lines)} more claims are listed and not run on these weights yet.\n" if len(lines) < len(results) else ""
     return between(readme, MARKS, f"{table}{rest}")
 
@@ -599,21 +599,37 @@ def with_table(readme: str) -> str:
 def lead_and_rule(results: Sequence[Result]) -> str:
     tally = Counter(r.verdict for r in results)
     words = {"holds": "hold", "fails": "fail", "undecided": "are undecided", "not run": "are not run"}
-    return (f"{len(results)} claims of ten papers, each as an experiment on the tiny model: {', '.join(f'{tally[v]} {words[v]}' for v in words if tally[v])}. "
+    return (f"{len(results)} claims of the ten papers and of later reports on them, each as an experiment on the tiny model: "
+            f"{', '.join(f'{tally[v]} {words[v]}' for v in words if tally[v])}. "
             "The tiny model is a teaching instrument: a result on it shows a mechanism in miniature, and does not confirm or refute a paper.\n\n"
             "Every arm is run with several seeds. A claim measures one number in every run; with two arms it is the difference between runs of one seed. "
             "The interval is the 95 % interval of its mean over the seeds (Student's t). The claim holds if the "
-            "interval lies inside the region that the paper's direction allows, fails if it lies outside, and is undecided otherwise. Each claim is judged "
+            "interval lies inside the region that the claim allows (the column \"holds if\"; \"as good\", \"no more\" and the like have a margin, which is "
+            "ours), fails if it lies outside, and is undecided otherwise. Each claim is judged "
             "by itself: of forty that were pure chance two would seem to hold or to fail.")
 
 
-def whole_table(results: Sequence[Result]) -> str:
-    lines = []
-    for r in results:
-        c, measured = r.claim, "; ".join(f"{arm} {said(list(v.values()))}" for arm, v in r.arms.items() if v) if r.claim.arms[1:] else ""
-        change = said(list(r.differences.values())) if r.differences else "–"
-        lines.append([c.method, c.says, c.paper, c.measure.text, measured or "–", change, str(len(r.differences)), r.verdict])
-    return markdown_table(["method", "claim", "the paper's numbers", "measured", "arms", "difference or change", "seeds", "verdict"], lines)
+def arms_text(r: Result) -> str:
+    return "; ".join(f"{arm} {said(list(v.values()))}" for arm, v in r.arms.items() if v)
+
+
+OUTCOME = "difference or change", "holds if", "seeds", "verdict"
+
+
+def outcome(r: Result) -> list[str]:
+    return [said(list(r.differences.values())) if r.differences else "–", meaning(r.claim), str(len(r.differences)), r.verdict]
+
+
+def tables(results: Sequence[Result]) -> str:
+    """A table for every method, with notes and sources, and what is claimed and not tested here."""
+    out = []
+    for method in ARMS:
+        lines = [[f"{r.claim.says} {r.claim.note}".strip(), f"{r.claim.paper} ({r.claim.source})", r.claim.measure.text,
+                  (arms_text(r) if r.claim.arms[1:] else "") or "–", *outcome(r)] for r in results if r.claim.method == method]
+        if lines:
+            out.append(f"## {method}\n\n{markdown_table(['claim', 'the numbers it rests on', 'measured', 'arms', *OUTCOME], lines)}\n"
+                       f"Also claimed, not tested here:\n\n{''.join(f'- {text}{chr(10)}' for text in UNTESTED[method])}")
+    return "\n".join(out)
 
 
 def write_claims(seeds: int) -> None:
@@ -635,7 +651,7 @@ def write_claims(seeds: int) -> None:
     numbers = [{"id": r.claim.id, "method": r.claim.method, "says": r.claim.says, "measured": r.claim.measure.text, "expects": r.claim.expects,
                 "margin": r.claim.margin, "arms": r.arms, "differences": r.differences, "verdict": r.verdict} for r in results]
     write_atomic(DATA / "claims.json", json.dumps(numbers, indent=1))
-    write_pages(DATA, "claims", "Claims in miniature", "".join(body), f"{lead}\n\n{rule}\n\n{whole_table(results)}")
+    write_pages(DATA, "claims", "Claims in miniature", "".join(body), f"{lead}\n\n{rule}\n\n{tables(results)}")
 
 
 def plan(methods: Sequence[str], seeds: int) -> str:
