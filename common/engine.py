@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from common import UserError
+from common import UserError, ranks
 
 PREFILL_TOKENS = 4096    # most tokens (padding included) in one prefill forward; bounds its attention mask
 PROBE_TOKENS = 24
@@ -43,7 +43,9 @@ def cache_name(model) -> str:
 
 
 def make_engine(name: str, model, tokenizer, *, max_slots: int, max_length: int):
-    """The engine of `--engine`: "hf" or "vllm". `max_slots`: most requests that run at once; `max_length`: most tokens of one sequence."""
+    """The engine of `--engine`: "hf" or "vllm". `max_slots`: most requests that run at once, on all ranks together; `max_length`: most tokens
+    of one sequence."""
+    max_slots = -(-max_slots // ranks.world())             # a rank samples its share; what is more only queues
     if name == "hf":
         return HFEngine(model, tokenizer, max_slots=max_slots, max_length=max_length)
     from common.vllm_engine import VLLMEngine              # here, because vLLM is an environment of its own
@@ -178,17 +180,21 @@ def broken_weights(bad: list[int], n: int) -> RuntimeError:
                         "the weights are broken, probably by the last update; stop and look at its gradient norm")
 
 
-def _attend(module, query, key, value, attention_mask, scaling, slots, **_):
+def _attend(module, query, key, value, attention_mask, scaling, slots, softcap=None, **_):
     """Attention for transformers' interface. query [B, heads, Q, D]; key, value [B, kv_heads, L, D]; mask [B, 1, group * Q, L], additive.
 
-    The query heads that share a key head are folded into the query length, so keys and values are read once and never repeated."""
+    The query heads that share a key head are folded into the query length, so keys and values are read once and never repeated.
+    `softcap` (Gemma 2) bounds the scores, which torch's fused attention cannot."""
     batch, heads, length, dim = query.shape
     query = query.reshape(batch, key.shape[1], -1, dim)
-    if slots.ragged is None:
+    if slots.ragged is None and softcap is None:
         out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
-        weights = torch.matmul(query * scaling, key.transpose(2, 3)).add_(attention_mask).softmax(-1)
-        out = slots.weighted_values(weights, module.layer_idx)
+        weights = torch.matmul(query * scaling, key.transpose(2, 3))
+        if softcap is not None:
+            weights = weights.div_(softcap).tanh_().mul_(softcap)
+        weights = weights.add_(attention_mask).softmax(-1, dtype=torch.float32).to(value.dtype)
+        out = torch.matmul(weights, value) if slots.ragged is None else slots.weighted_values(weights, module.layer_idx)
     return out.view(batch, heads, length, -1).transpose(1, 2), None
 
 
@@ -492,7 +498,16 @@ class HFEngine:
         if self.model is None:                             # built without memory, on the meta device
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="slots").eval()
-        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+        own, whole = self.model.state_dict(), {}
+        ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        tied = {}                                          # gathered tensors; a tied one has several names
+        for name, t in model.state_dict().items():
+            if hasattr(t, "full_tensor"):                  # one at a time, into the copy of the last sync
+                same = ids.get(name, name)
+                if same not in tied:
+                    tied[same] = t.full_tensor() if own[name].is_meta else own[name].copy_(t.full_tensor())
+                t = tied[same]
+            whole[name] = t
         self.model.load_state_dict(whole, assign=True)
         for name, buffer in model.named_buffers():         # rotary frequencies are in no state dict
             owner, _, leaf = name.rpartition(".")

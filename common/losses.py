@@ -110,8 +110,9 @@ def reinforce_plus_plus(rewards_PG: Tensor, penalty_BT: Tensor, steps_BT: Tensor
     R is a trajectory's reward, penalty_s what step s costs (a KL coefficient times k1), both sums over the group's rows or the row's steps:
         batch:  G_t = R - mean(R) - sum over s >= t of penalty_s          A_t = (G_t - mean(G)) / sqrt(var(G) + 1e-8) over all steps of the batch
         group:  A_t = (R - mean(R)) / (std(R) + 1e-6) - sum over s >= t of penalty_s
-    as OpenRLHF's `reinforce_baseline` and `group_norm`. Rows are trajectories, the samples of a prompt next to each other. With "batch" a
-    group of equal rewards has G = 0 but not always A = 0: it lies above or below the batch's mean over tokens, which long rows pull.
+    as OpenRLHF's `reinforce_baseline` and `group_norm`. A group of one keeps its R, as in `group_advantages`. Rows are trajectories, the
+    samples of a prompt next to each other. With "batch" a group of equal rewards has G = 0 but not always A = 0: it lies above or below the
+    batch's mean over tokens, which long rows pull.
     Raises ValueError if a reward is not finite, if rows and rewards do not match, or, with "batch", if there are fewer than two steps.
     """
     if rewards_PG.numel() != len(steps_BT):

@@ -38,18 +38,23 @@ class Endpoint:
     path: str
 
 
+def shown(url: str) -> str:
+    """Scheme and host of an address, whole or not, for messages: what else stands in it may be a secret."""
+    return "".join(re.match(r"(\w+://)?(?:[^/?#]*@)?(\[[^/?#\]]*\]|[^/?#:]*)", url).groups(""))
+
+
 def endpoint(url: str, path: str) -> Endpoint:
     """The parts of a server's address; `path` is added where the address does not end with it. UserError where it is no http(s) address."""
     try:
         parts = urlsplit(url)
         port = parts.port
         (parts.hostname or "").encode("idna")
-    except ValueError as error:
-        raise UserError(f"{url!r} is not an address ({error}); write it as http://127.0.0.1:8000") from error
+    except ValueError:
+        raise UserError(f"{shown(url)!r} is not an address (host or port cannot be read); write it as http://127.0.0.1:8000") from None  # the error quotes it
     if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"[!-~]+", url):
-        raise UserError(f"{url!r} is not an address; write it as http://127.0.0.1:8000")
+        raise UserError(f"{shown(url)!r} is not an address (http or https, a host, no spaces); write it as http://127.0.0.1:8000")
     if parts.username or parts.password:
-        raise UserError(f"the address of {parts.hostname} holds a user name or password, which is not supported; leave it out")
+        raise UserError(f"the address of {parts.hostname} holds a user name or password, which is not supported; leave it out (a key comes from the environment)")
     full = parts.path.rstrip("/")
     full = full if full.endswith(path) else full + path
     return Endpoint(f"{parts.scheme}://{parts.netloc}{full}", parts.scheme, parts.hostname, port, full + (f"?{parts.query}" if parts.query else ""))

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from common import UserError
-from common.engine import PROBE_TOKENS, grown
+from common.engine import PREFILL_TOKENS, PROBE_TOKENS, grown
 from common.policy import TINY_FOLDER, chunk_rows
 
 # Shapes of the models that presets and help texts name, as their public config.json on huggingface.co says. Checked in tests/test_plan.py
@@ -75,6 +75,7 @@ class Size:
     vocabulary: int
     kept: int  # activations that a layer keeps for the backward pass, a token
     tied: bool
+    scored: int = 0  # heads whose attention scores are held: none in fused attention, all where they are capped (Gemma 2, eager)
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Size":
@@ -85,9 +86,10 @@ class Size:
         norms = sum(p.numel() for name, p in model.base_model.layers[0].named_parameters() if name.endswith("norm.weight"))
         # A norm keeps its input, what it normalised and its output; attention q, k, v and its output; the gated MLP its gate, the gate's
         # activation, the other half and their product.
-        kept = 3 * norms + 2 * queries + 2 * keys + 4 * config.intermediate_size
+        scored = config.num_attention_heads if getattr(config, "attn_logit_softcapping", None) else 0  # then keys and values for every head, too
+        kept = 3 * norms + 2 * queries + 2 * (queries if scored else keys) + 4 * config.intermediate_size
         return cls(sum(p.numel() for p in model.parameters()), config.num_hidden_layers, config.hidden_size, config.intermediate_size, queries, keys,
-                   config.vocab_size, kept, model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+                   config.vocab_size, kept, model.get_output_embeddings().weight is model.get_input_embeddings().weight, scored)
 
 
 def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, reference: bool, critic: bool, gpus: int = 1) -> dict[str, int]:
@@ -108,7 +110,7 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
         capacity = grown(capacity, cfg.prompt_tokens)
     while capacity <= row:
         capacity = grown(capacity, capacity)
-    sampling = 16 * slots * size.vocabulary + 4 * share(prompts) * size.vocabulary
+    sampling = 16 * slots * size.vocabulary + 4 * share(prompts) * size.vocabulary + 8 * size.scored * max(PREFILL_TOKENS, row) * row
 
     # Update: what one micro-batch keeps of every layer; then, in the backward pass, first the head (three copies of a chunk of logits, and
     # a gradient as large as the head), after it the layers.
@@ -116,17 +118,22 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
     rows = min(max(1, cfg.micro_tokens // row), in_a_step)
     tokens = max(row, min(cfg.micro_tokens, rows * row))
     kept = tokens * (3 * size.hidden + size.layers * (size.hidden if cfg.gradient_checkpointing else size.kept))
+    pairs = tokens * row  # of a query and a key
     few = 2 * share(prompts) <= rows  # so few prompts that every micro-batch shares some; else one may, if its rows are of whole groups
     same = share(prompts) if few else -(-rows // group)
     if 2 * same <= rows and not cfg.gradient_checkpointing:  # computed once; but keys and values once for every head, and masks in every layer
         computed, response = same * cfg.prompt_tokens + rows * response_tokens, rows * response_tokens
-        a_layer = computed * (size.kept - 2 * size.keys) + 2 * rows * row * size.queries + response * row
+        a_layer = computed * (size.kept - 2 * (size.queries if size.scored else size.keys)) + 2 * rows * row * size.queries + response * row
         shared = computed * 3 * size.hidden + size.layers * a_layer
         kept = shared if few else max(kept, shared)
+        pairs = same * cfg.prompt_tokens**2 + response * row if few else pairs
+    scores = 8 * size.scored * pairs  # in bytes: capped, and after the softmax; in the backward pass as much again
     learned = -(-tokens * response_tokens // row)
     at_head = 12 * min(chunk_rows(size.vocabulary, size.hidden), learned) * size.vocabulary + 4 * head + 2 * item * learned * size.hidden
     in_layer = item * tokens * (2 * size.intermediate + 2 * size.hidden + (size.kept if cfg.gradient_checkpointing else 0))
-    update = {"gradients": item * share(size.parameters), "activations": item * kept + max(0, in_layer - at_head), "logits": at_head}
+    in_layer += scores * (2 if cfg.gradient_checkpointing else 1)
+    activations = item * kept + (0 if cfg.gradient_checkpointing else scores * size.layers) + max(0, in_layer - at_head)
+    update = {"gradients": item * share(size.parameters), "activations": activations, "logits": at_head}
     if rows == in_a_step:  # no second micro-batch finds gradients of the first: they come as activations go
         update["gradients"] = max(0, update["gradients"] - update["activations"])
     means = 2 * (2 if cfg.optimizer_bf16 else item) * share(size.parameters + critic * body)
@@ -134,8 +141,9 @@ def memory(size: Size, cfg, *, response_tokens: int, prompts: int, group: int, r
            "optimiser": 0 if cfg.optimizer_offload and cfg.device != "cpu" else means, "engine's weights": item * size.parameters * (gpus > 1),
            "KV cache": item * slots * capacity * size.layers * 2 * size.keys, "rollout batch": 40 * trajectories * row}
 
-    # Of the three moments the one that needs most: a checkpoint is put together in the CPU's memory.
-    saving = out["weights"] + out["critic"] + means if cfg.device == "cpu" else 0
+    # Of the three moments the one that needs most: a checkpoint is put together in the CPU's memory, of several ranks by the first.
+    whole = (item + 2 * (2 if cfg.optimizer_bf16 else item)) * (size.parameters + critic * body)
+    saving = whole * (1 if gpus == 1 else 2) if cfg.device == "cpu" else 0
     most = max(sum(update.values()), sampling, saving)
     if most == saving:
         update = {"gradients": 0, "activations": 0, "logits": 0, "checkpoint": saving}
@@ -187,7 +195,7 @@ def print_plan(cfg, *, response_tokens: int, turns: int, reference: bool = False
     stored = weights + columns[0]["critic"] + means
     logged = TRAJECTORY_BYTES * row * (cfg.steps * cfg.keep_trajectories + 20 * evaluations)
     print(f"on disk, at most: {_bytes(3 * stored)} of checkpoints (two are kept while a third is written), {_bytes(weights)} of weights at the end, "
-          f"{_bytes(logged)} of trajectories;\n  in the CPU's memory: {_bytes(stored)} while a checkpoint is written"
+          f"{_bytes(logged)} of trajectories;\n  in the CPU's memory: {_bytes(stored)} while a checkpoint is written (rank 0 of several: {_bytes(2 * stored)})"
           + f", {_bytes(means)} of the optimiser's running means" * cfg.optimizer_offload)
 
 

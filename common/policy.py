@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import types
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -208,10 +210,12 @@ def shard(*models: torch.nn.Module | None) -> None:
     all ranks (`losses.denominator`)."""
     if ranks.world() == 1:
         return
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # the critic's head: nobody writes to its output
     for model in filter(None, models):
         mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.world(),))
         layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-        for module in (*layers, model):  # the last one: what is outside the layers
+        head = [model.head] if isinstance(model, Critic) else []  # float32 beside a bfloat16 body: FSDP wants one type in a group
+        for module in (*layers, *head, model):  # the last one: what is outside the layers
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -264,7 +268,12 @@ class LeanAdamW(torch.optim.Optimizer):
 
     def _keep(self, mean: Tensor, p: Tensor) -> Tensor:
         mean = mean.to("cpu" if self.offload else p.device, torch.bfloat16 if self.bf16 else p.dtype)
-        return mean.pin_memory() if self.offload and p.is_cuda else mean
+        if not (self.offload and p.is_cuda):
+            return mean
+        if isinstance(mean, DTensor):  # cannot be pinned, its shard can; from_local would take that to the GPU, so as FSDP itself does it
+            mean._local_tensor = mean.to_local().pin_memory()
+            return mean
+        return mean.pin_memory()
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -392,6 +401,8 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"cannot load the model {name_or_path!r} ({str(error).strip().splitlines()[0]}): {accepted}") from error
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):  # Gemma 2: SDPA leaves the cap out
+        model.set_attn_implementation("eager")
     if gradient_checkpointing:
         recompute_layers(model)
     # Never train(): with dropout, old and new log-probs of the same weights would differ.

@@ -193,12 +193,13 @@ def whole_state(x) -> dict:
 
 
 def _whole(value):
+    """Put together for rank 0, and on the CPU: a CUDA tensor that is sent on as an object would take memory of GPU 0 in every rank."""
     if isinstance(value, dict):
         return {k: _whole(v) for k, v in value.items()}
     if isinstance(value, DTensor):
         value = value.full_tensor()
         return value.cpu() if rank() == 0 else None
-    return value
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def load_whole_state(x, state: dict | None) -> None:
@@ -207,7 +208,7 @@ def load_whole_state(x, state: dict | None) -> None:
         return x.load_state_dict(state)
     module = isinstance(x, torch.nn.Module)
     if not module and not isinstance(x, torch.optim.Optimizer):
-        return x.load_state_dict(broadcast(state))
+        return x.load_state_dict(broadcast(_whole(state)))
     targets = x.state_dict() if module else dict(enumerate(p for group in x.param_groups for p in group["params"]))
     whole: list[torch.Tensor] = []  # rank 0's tensors that are sent one by one, each cut as the weight it belongs to
 
@@ -215,7 +216,7 @@ def load_whole_state(x, state: dict | None) -> None:
         if isinstance(value, dict):
             return {k: outline(v, target) for k, v in value.items()}
         if not isinstance(value, torch.Tensor) or not isinstance(target, DTensor) or value.shape != target.shape:
-            return value  # a count of steps, for instance
+            return _whole(value)  # a count of steps, for instance
         whole.append(value)
         return _Sent(len(whole) - 1, value.shape, value.dtype)
 

@@ -41,6 +41,7 @@ METRICS = {
     "em_*hop": "exact match on questions that need this many look-ups",
     "f1": "word F1 between answer and gold answer",
     "f1_*hop": "word F1 on questions that need this many look-ups",
+    "accuracy_if_format": "share of right calls among the replies in the form the method asks for",
     "f1_if_answered": "word F1 among the trajectories that gave an answer in its tags",
     "valid": "share of trajectories whose blocks stand in the order the protocol asks for",
     "finished": "share of trajectories that the model ended itself, within its budgets",
@@ -142,7 +143,10 @@ def parse_config(config_class: type, presets: dict[str, dict], argv: Sequence[st
     shown = dataclasses.make_dataclass(config_class.__name__, fields, frozen=True)
     module = sys.modules[config_class.__module__]
     parsed = tyro.cli(shown, args=argv, description=(module.__doc__ or "").strip(), prog=f"python -m {_module_name(module)}")
-    return config_class(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(config_class)})
+    config = config_class(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(config_class)})
+    words = [word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    object.__setattr__(config, "given", {name for word in words for name in (word, word.removeprefix("no_")) if name in described})  # for saved_config
+    return config
 
 
 def _module_name(module) -> str:
@@ -212,14 +216,20 @@ class Clock:
 
 
 # ---- the run folder ---------------------------------------------------------------------------------------------------
+def folder_of(method: str, name: str, root: str | Path = "runs") -> Path:
+    """Where a run lies. What was there before is deleted, so it must be one folder of the method's."""
+    if Path(name).name != name or name == "..":
+        raise UserError(f"--name {name}: a run is one folder in {Path(root) / method}; give a plain name, without / and not . or ..")
+    return Path(root) / method / name
+
+
 class Run:
     """The folder of one run. Writes are atomic or append-only; a killed run loses at most the steps since its last checkpoint."""
     current: "Run | None" = None  # the run of this process: signals and last words are about it
 
     def __init__(self, config, *, method: str, metric: str, total_steps: int, resume: bool, name: str = "", root: str = "runs"):
         self.config, self.method, self.metric, self.total = config, method, metric, total_steps
-        name = name or f"{config.preset}-seed{config.seed}"
-        self.folder = Path(root) / method / name
+        self.folder = folder_of(method, name or f"{config.preset}-seed{config.seed}", root)
         self.started = time.monotonic()
         self.earlier_s = 0.0  # wall seconds of the sessions this one continues
         self.before: dict | None = None  # the evaluation at step 0
@@ -249,6 +259,8 @@ class Run:
         else:
             with disk(self.folder):
                 if self.folder.exists():
+                    if any(self.folder.iterdir()) and not (self.folder / "config.json").exists():
+                        raise UserError(f"{self.folder} holds something else than a run (no config.json), and stays as it is: move it away, or give another --name")
                     shutil.rmtree(self.folder)
                 self.folder.mkdir(parents=True)
             write_atomic(self.folder / "config.json", json.dumps(settings, indent=1, allow_nan=False))
@@ -427,7 +439,7 @@ class Run:
                 raw = (folder / "state.pt").read_bytes()
                 if hashlib.blake2b(raw).hexdigest() != (folder / "checksum").read_text():
                     raise ValueError("its checksum differs")
-                state = torch.load(io.BytesIO(raw), weights_only=True)
+                state = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)  # whoever loads it brings it to its own device
                 break
             except (OSError, ValueError, RuntimeError) as error:
                 print(f"checkpoint {folder} cannot be used ({error}); trying the one before", file=sys.stderr, flush=True)
@@ -517,7 +529,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     n = max(1, len(trajectories))
     calls = [(c, p) for t, p in zip(trajectories, parts) for c in t.calls]
     sampled = sum(sum(t.mask) for t in trajectories)
-    not_answers = sum(t.turns - (t.stop == "answer") for t in trajectories)
+    not_answers = 0 if parts and "names" in parts[0] else sum(t.turns - (t.stop == "answer") for t in trajectories)  # a reply whose calls are only compared is an answer
     out = {"calls": len(calls) / n, "turns": sum(t.turns for t in trajectories) / n, "response_tokens": sampled / n,
            "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n, "repetition": repetition(trajectories),
            **{f"call_{kind}": mean(c.outcome == kind for c, _ in calls) for kind in sorted({"ok", *(c.outcome for c, _ in calls)})},
@@ -548,6 +560,8 @@ def eval_metrics(metric: str, trajectories: Sequence[Trajectory], parts: Sequenc
     out = {"n": len(parts), **part_means(parts), **rollout_metrics(trajectories, parts, metric)}
     if "answered" in parts[0]:
         out[f"{metric}_if_answered"] = mean(p[metric] for p in parts if p["answered"])
+    elif "format" in parts[0]:
+        out[f"{metric}_if_format"] = mean(p[metric] for p in parts if p["format"])
     for name in ("hops", "kind"):
         for value in sorted({t.example.meta[name] for t in trajectories if name in t.example.meta}):
             rows = [(t, p) for t, p in zip(trajectories, parts) if t.example.meta.get(name) == value]
@@ -558,14 +572,18 @@ def eval_metrics(metric: str, trajectories: Sequence[Trajectory], parts: Sequenc
 
 
 def saved_config(config_class: type, folder: str, flags):
-    """The Config of a finished run, with its trained model; flags that differ from their defaults take the place of the run's own."""
+    """The Config of a finished run, with its trained model; the flags that were given (in a Config that no command line made: what differs from
+    its default) take the place of the run's own."""
     path = Path(folder) / "config.json"
     if not path.exists() or not (Path(folder) / "model").exists():
         raise UserError(f"--evaluate {folder}: no finished run there (it needs config.json and model/)")
     saved = {k: v["value"] for k, v in json.loads(path.read_text())["fields"].items()}
     names = {f.name: f.default for f in dataclasses.fields(config_class)}
-    given = {k: getattr(flags, k) for k, default in names.items() if getattr(flags, k) != default}
-    return config_class(**{**{k: v for k, v in saved.items() if k in names}, **given, "model": str(Path(folder) / "model")})
+    given = getattr(flags, "given", {k for k, default in names.items() if getattr(flags, k) != default})
+    for name in ("preset", "model"):
+        if name in given and getattr(flags, name) != saved[name]:
+            raise UserError(f"--evaluate {folder}: it was trained with --{name} {saved[name]}, and is evaluated with its own {name}; leave out --{name}")
+    return config_class(**{**{k: v for k, v in saved.items() if k in names}, **{k: getattr(flags, k) for k in given}, "model": str(Path(folder) / "model")})
 
 
 def print_evaluation(folder: str, metric: str, config, trajectories: Sequence[Trajectory], parts: Sequence[dict]) -> None:

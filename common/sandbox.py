@@ -778,10 +778,12 @@ def open_sandbox(where: str = "isolated", limits: Limits = Limits(), workers: in
                  packages: tuple[str, ...] = PACKAGES) -> Sandbox:
     """A sandbox that has run a few known programs. `where`: "isolated", "unsafe" or a SandboxFusion address.
 
-    workers: programs at one time, by default the cores this process may use. packages: imported ahead of all programs (local ones only).
+    workers: programs at one time, by default the cores this process may use, shared with the other ranks on this machine. packages: imported
+    ahead of all programs (local ones only).
     Raises UserError where isolation is impossible, SandboxDown where the known programs come out wrong.
     """
-    workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # as ranks.on_this_machine(), which would import torch
     if where.startswith(("http://", "https://")):
         sandbox = HttpSandbox(where, limits, workers)
     elif where not in ("isolated", "unsafe"):

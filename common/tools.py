@@ -1,4 +1,5 @@
 """The tools that methods share: a search engine, a Python interpreter, a calculator. What a result looks like to the model is each method's own."""
+import math
 from collections.abc import Callable
 
 from common.calculator import CalculatorError, calculate
@@ -25,9 +26,13 @@ def search_tool(corpus: str, topk: int, render: Callable[[list[Passage]], str]) 
 
 
 def python_tool(sandbox, show: Callable[[Outcome], str | ToolFailure]) -> Tool:
-    """Programs run in a sandbox of common/sandbox.py, each a process of its own: no call sees what another one defined."""
-    return Tool(lambda calls: [show(outcome) for outcome in sandbox.run([c.argument for c in calls])],
-                batch=256, deadline_s=600)  # the sandbox has its own, shorter ones
+    """Programs run in a sandbox of common/sandbox.py, each a process of its own: no call sees what another one defined.
+
+    The sandbox ends every program itself. The deadline is for one that hangs: past what eight full batches, as many as a ToolPool runs at once, take
+    if every program needs all its seconds and the 30 that the sandbox waits for its worker. No program is late because others are slow."""
+    batch = 256
+    return Tool(lambda calls: [show(outcome) for outcome in sandbox.run([c.argument for c in calls])], batch=batch,
+                deadline_s=math.ceil(8 * batch / sandbox.workers) * (sandbox.limits.wall_s + 30))
 
 
 def calculator_tool() -> Tool:

@@ -57,12 +57,13 @@ def empty_pass(model, prompts: bool = True) -> None:
 
 
 def mini_batches(n: int, updates: int, *, seed: int, step: int) -> list[list[int]]:
-    """Row numbers of the optimiser steps on one rollout batch: shuffled, a pure function of (seed, step), when there are several.
+    """Row numbers of the optimiser steps on one rollout batch: shuffled, a pure function of (seed, step), when there are several. `updates`
+    of them, as even as can be, or as many as there are rows.
 
     With several ranks, of n rows here, the batch of all of them is shuffled and cut, and each takes part with its own rows."""
     total, first = ranks.all_sum(n), ranks.before(n)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1_000_003 + step)) if updates > 1 else torch.arange(total)
-    return [[i - first for i in part.tolist() if first <= i < first + n] for part in order.chunk(updates)]
+    return [[i - first for i in part.tolist() if first <= i < first + n] for part in order.tensor_split(updates) if len(part)]
 
 
 @torch.no_grad()

@@ -147,8 +147,8 @@ class VLLMEngine:
         ids, stop = checked(ids, max_new_tokens, stop, temperature, self)
         if resume is not None:
             resumable(self._kept, resume, ids)
-        if self._asleep:                                   # not synced since the last rollout: the weights are gone, the trainer has them
-            self.sync(self._trainer)
+        if self._asleep:                                   # its weights are gone; a sync from here would wait for the other ranks
+            raise RuntimeError("the engine sleeps since its last request was released: call sync(model) before every rollout")
         request = _Request(self._next_rid, ids, len(ids), max_new_tokens, stop, resume is not None)
         self.llm.llm_engine.add_request(str(request.rid), {"prompt_token_ids": list(ids)}, self._params(max_new_tokens, temperature, seed))
         if resume is not None:
@@ -222,16 +222,19 @@ class VLLMEngine:
         if self.busy:
             raise RuntimeError("sync while requests are waiting or running: finish or release them first")
         self.counters = dict(sampled_tokens=0, prefilled_tokens=0, shared_prefill_tokens=0, cached_tokens=0, decode_steps=0)
-        if self._asleep:
+        woken = self._asleep
+        if woken:
+            torch.cuda.empty_cache()                       # vLLM maps memory of its own, beside what torch keeps for later
             self.llm.wake_up(tags=["weights"])
         named = ((name, t.full_tensor() if hasattr(t, "full_tensor") else t) for name, t in model.state_dict().items())
         self.llm.collective_rpc("load_named", args=(named,))
-        if self._asleep:
+        if woken:
+            torch.cuda.empty_cache()
             self.llm.wake_up(tags=["kv_cache"])
-        self._asleep, self._trainer = False, model
+        self._asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache: a request is still running in it")
-        if self._broken:
+        if self._broken or woken:                          # woken memory holds whatever was there
             self.llm.collective_rpc("clear_cache")
         self._broken = True
         self.probe(model)

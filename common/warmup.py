@@ -2,14 +2,30 @@
 questions and its search engine, or from worked solutions. How a trace is worded is each method's own."""
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from common import UserError
 from common.data import Example, order
 from common.policy import lr_at, make_optimizer
-from common.rollout import Tool, ToolCall
+from common.rollout import Tool, ToolCall, fit
 from common.run import Run
 from common.scoring import normalise_answer
 from common.update import demonstration_row, supervised_step
+
+
+def as_shown(tool: Tool, tokenizer, wrap: Callable[[str], str], observation_tokens: int) -> Tool:
+    """The tool with its results cut as a rollout cuts them: a trace must not know what the model cannot see."""
+    def cut(text: str) -> str:
+        tried = []
+        fit(tokenizer, text, lambda inner: tried.append(inner) or wrap(inner), observation_tokens)
+        return tried[-1]  # what fitted
+    return replace(tool, run=lambda calls: [cut(str(result or "")) for result in tool.run(calls)])
+
+
+def gold_in(example: Example, text: str) -> str | None:
+    """The first gold answer that stands in a text, as whole words; None without one."""
+    words = lambda x: f" {normalise_answer(x, punctuation_as=' ')} "
+    return next((g for g in example.answers if words(g).strip() and words(g) in words(text)), None)
 
 
 def found_by_rule(example: Example, search: Tool) -> tuple[str, str, str] | None:
@@ -18,8 +34,7 @@ def found_by_rule(example: Example, search: Tool) -> tuple[str, str, str] | None
     names = re.findall(r"(?:[A-Z][\w'.-]*)(?: (?:of|the|and|de|in|[A-Z0-9][\w'.-]*))*", example.question.split(" ", 1)[-1])
     for query in sorted(names, key=len, reverse=True)[:2] + [example.question.rstrip("?")]:
         text = search.run([ToolCall("search", query, example)])[0]
-        gold = next((g for g in example.answers if normalise_answer(g) and normalise_answer(g) in normalise_answer(text)), None)
-        if gold:
+        if gold := gold_in(example, text):
             return query, text, gold
     return None
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from common import UserError
-from common.net import TooLarge, exchange
+from common.net import TooLarge, endpoint, exchange
 from common.search import BM25, Hit, Passage, RemoteRetriever, RetrieverDown, neutralise
 from common.tiny.world import world
 
@@ -98,7 +98,8 @@ class WebSearch:
     Further options are RemoteRetriever's. Threads may share one."""
 
     def __init__(self, url: str = SERPER, cache: DiskCache | None = None, **options):
-        ours = (urlsplit(url).hostname or "").endswith("serper.dev")
+        host = endpoint(url, "").host
+        ours = host == "serper.dev" or host.endswith(".serper.dev")
         key = os.environ.get("SERPER_API_KEY" if ours else "SEARCH_API_KEY", "")
         if ours and not key:
             raise UserError("web search through Serper needs its key in the environment variable SERPER_API_KEY (from serper.dev); "
@@ -387,8 +388,9 @@ class Extractor:
             self._free.put(process)
 
     def _start(self) -> subprocess.Popen:
+        environment = {k: os.environ[k] for k in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG") if k in os.environ}  # keys stay here
         process = subprocess.Popen([sys.executable, "-m", "common.web", "--extract", str(self.cpu_s)], cwd=Path(__file__).parents[1], stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, env=environment | {"OMP_NUM_THREADS": "1"})
         if _read_block(process.stdout.fileno(), time.monotonic() + 120) != "ready":
             process.kill()
             process.wait()

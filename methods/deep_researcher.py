@@ -20,9 +20,11 @@ search found, portions of 40,960 characters, reward, GRPO with 16 samples, all h
 Changed, and why:
   - token in, token out: the original renders calls anew from parsed JSON and tokenises the whole dialogue again at its end
     (scrl/llm_agent/generation.py); here turns stay as they were sampled, and the template's words between them are worked out once.
+  - the <think> that is glued to a turn is not trained, as the model did not sample it; the original trains it.
   - the reward reads only what the model wrote (`score_scope`): in the original a tag in a web page costs -1 (format_and_f1.py).
   - a turn is read by itself: in the original an empty thought spoils the turns of the trajectories behind it in the batch.
   - results are JSON, not printed Python lists; tags in them are made harmless; time and size of pages are limited.
+  - a page may be read again: the original shows an address once in a trajectory, ours once in a call.
   - before RL the preset smollm2 has a few supervised steps on traces built by rule, which the paper has not: it never keeps to the form by itself.
   - the word F1 that is reported reads the last turn and counts a broken format 0, not -1, as the original's evaluation does.
 
@@ -37,7 +39,7 @@ pages could be read.
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Literal
@@ -52,11 +54,11 @@ from common.plan import print_plan
 from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Segment, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
-from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
+from common.run import Clock, Run, folder_of, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.search import neutralise
 from common.tiny.world import questions
 from common.update import Experience, joined, mini_batches, policy_step, score
-from common.warmup import warm_up
+from common.warmup import as_shown, gold_in, warm_up
 from common.web import DiskCache, Fetcher, PageFailure, Reader, WebSearch, open_reader, read, tiny_web
 
 
@@ -85,7 +87,7 @@ class Config:
     save_every: int = setting(20, "checkpoint every so many steps", "ours")
     keep_trajectories: int = setting(4, "trajectories a step that are written to trajectories.jsonl", "ours")
     template: str = setting("", "file with another system prompt; it must hold {date}", "ours")
-    date: str = setting("2025-01-01", "the day that the prompt names; today: the day of the run (GMT)", "code generation.py")
+    date: str = setting("2025-01-01", "the day that the prompt names; today: the day on which the run begins (GMT)", "code generation.py")
     # the web
     search: str = setting("", "server of Serper's protocol (key: SERPER_API_KEY for Serper, else SEARCH_API_KEY); needed unless data is tiny", "code generation.py")
     allow: str = setting("tiny", "addresses that may be read although not public: 10.1.2.3, 10.0.0.0/8 or 127.0.0.1:8001, with commas; tiny: the tiny web's own", "ours")
@@ -118,7 +120,8 @@ class Config:
     # reward
     reward: Literal["f1", "em"] = setting("f1", "word F1 (sets of words), or exact match; -1 for a broken format", "code format_and_f1.py; paper (reward)")
     score_scope: Literal["model", "response"] = setting(
-        "model", "text the format is judged on: what the model wrote; with results too, as the original", "code format_and_f1.py", published="response")
+        "model", "text the format is judged on: what the model wrote; with results too, as the original (tags in results are harmless either way)",
+        "code format_and_f1.py", published="response")
     # learning
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "code dp_actor.py")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
@@ -217,7 +220,8 @@ def environment(turn: Turn, trajectory: Trajectory, names: Sequence[str], wrap: 
     kind, _, content = parse_turn(THINK + turn.text, names)
     if kind == "call" and turn.reason == "eos":
         return Call(content["name"], json.dumps(content["arguments"][ARGUMENT[content["name"]]]), wrap)
-    return End(kind if kind == "answer" else "length" if turn.reason == "length" else "format")
+    broken = "<tool_call>" in turn.text or "<answer>" in turn.text
+    return End(kind if kind == "answer" else "length" if turn.reason == "length" else "format" if broken else "no_action")
 
 
 def found(trajectory: Trajectory | None, tool: str, key: str, last: bool = False) -> list[str]:
@@ -239,7 +243,7 @@ def search_pages(call: ToolCall, search: WebSearch, cfg: Config) -> str | ToolFa
         try:
             hits = [h.passage for h in search.search(query, cfg.topk)]
         except PageFailure as failure:
-            hits, outcome = [], failure.outcome
+            hits, outcome = [], failure.outcome if outcome == "empty" else outcome
         outcome = "ok" if hits else outcome
         rows.append({"search_query": query, "web_page_info_list": [{"title": p.title, "url": p.id, "quick_summary": p.text} for p in hits]})
     return show(rows) if outcome == "ok" else ToolFailure(show(rows), outcome)
@@ -319,14 +323,22 @@ def open_web(cfg: Config, examples: Sequence[Example]) -> tuple[Callable[[Exampl
     return engine, Fetcher(allow, page_s=cfg.page_s, max_bytes=cfg.page_bytes, connect_to=connect_to, cache=cache)
 
 
+def day(cfg: Config) -> str:
+    """The day that the prompt names; for a run that goes on the one on which it began."""
+    settings = folder_of("deep_researcher", cfg.name or f"{cfg.preset}-seed{cfg.seed}") / "config.json"
+    if cfg.date == "today" and cfg.resume and settings.exists():
+        return json.loads(settings.read_text())["fields"]["date"]["value"]
+    return datetime.now(timezone.utc).date().isoformat() if cfg.date == "today" else cfg.date
+
+
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     if cfg.plan:
         return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + cfg.answer_turn, reference=cfg.kl > 0)
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     scoring.self_test()
-    date = datetime.now(timezone.utc).date().isoformat() if cfg.date == "today" else cfg.date
-    system = read_template(cfg.template, PROMPT, "{date}").replace("{date}", date)
+    cfg = replace(cfg, date=ranks.broadcast(day(cfg)))  # a setting of the run from here on: --evaluate takes it too
+    system = read_template(cfg.template, PROMPT, "{date}").replace("{date}", cfg.date)
     offered = TOOLS if cfg.browse else TOOLS[:1]
     train_set, eval_set = load_data(cfg)
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
@@ -366,8 +378,9 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
+            shown = {name: as_shown(tool, tokenizer, wrap, cfg.observation_tokens) for name, tool in tools.items()}
             warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, system, offered),
-                    lambda e: demonstration(e, tools, tokenizer.eos_token), wrap, run)
+                    lambda e: demonstration(e, shown, tokenizer.eos_token), wrap, run)
             run.log_eval(0, *answer_eval(), tokenizer)
             if reference:  # RL starts here, and stays near here
                 reference.load_state_dict(model.state_dict())
@@ -444,10 +457,11 @@ def demonstration(example: Example, tools: dict[str, Tool], end: str) -> list[tu
         """The page that bears the name, or else the first one."""
         use(f"I should look up {name}.", "web_search", name)
         hits = dict(zip(found(t, "web_search", "title", last=True), found(t, "web_search", "url", last=True)))
-        return " ".join(re.findall(r'"page_summary": "(.*?)"', use("I should look up the page.", "browse_webpage", hits.get(name, next(iter(hits.values())))))) if hits else ""
+        text = use("I should look up the page.", "browse_webpage", hits.get(name, next(iter(hits.values())))) if hits else ""
+        return " ".join(re.findall(r'"page_summary": "((?:[^"\\]|\\.)*)', text))  # what was cut has no closing quote
 
     def answered(page: str) -> list[tuple[str, str]] | None:
-        gold = next((g for g in example.answers if NORMALISE(g) and f" {NORMALISE(g)} " in f" {NORMALISE(page)} "), None)
+        gold = gold_in(example, page)
         return [*((s.author, s.text) for s in t.segments), ("model", f" Now I can answer. </think>\n<answer> {gold} </answer>{end}")] if gold else None
 
     for name in sorted(NAME.findall(example.question.split(" ", 1)[-1]), key=len, reverse=True)[:2]:

@@ -5,7 +5,7 @@ code; search follows Search-R1's (commit a14dc3a), programs follow ToRL's (commi
 
 The idea. A model that is paid for right answers only calls tools it does not need. Here the reward of an answer is multiplied by a
 number between 0 and 1 that says how thrifty the way to it was, so a wrong answer stays worth nothing and a right one is worth most with the
-fewest calls that any right answer to that question has needed. Calls fall by half or more; the answers stay.
+fewest calls that any right answer to that question has needed. The paper finds that calls fall by half or more, and that the answers stay.
 
 The method, step by step:
   1. Prompt and environment are those of Search-R1 (`--task search`, with a prompt that asks for thrift) or of ToRL (`--task code`).
@@ -20,7 +20,8 @@ Changed, and why:
   - for programs the right answer counts 1 and a wrong one 0: with ToRL's +1/-1 the product would reward more calls in wrong answers. The
     paper does not say which it used.
   - n is lowered before a group is scored, so a new best answer is worth 1 at once (the paper does not say).
-  - what is true of our Search-R1 and ToRL is true here: token in, token out; only the model's own words are scored.
+  - what is true of our Search-R1 and ToRL is true here: token in, token out; only the model's own words are scored; tags in results are
+    harmless; a turn that asks for output without a program is answered with a note.
 
 What to watch: `calls` falls while `em` or `accuracy` stays; `productivity`, right answers per call, rises.
 
@@ -199,14 +200,14 @@ def search_environment(turn: Turn, trajectory: Trajectory) -> Call | Notice | En
     return Notice(NOTICE)
 
 
-NO_OUTPUT = "[no output]"
+NO_OUTPUT, NO_PROGRAM = "[no output]", "[no program]"
 
 
 def extract_program(text: str) -> str | None:
     """The last block of a turn that opens with a line beginning or ending with ```python and is closed by a line beginning with ```;
     None if there is none (code vllm_rollout_spmd.py). ```py does not open a block, an indented fence does not close one."""
     program, lines = None, None
-    for line in text.split("\n"):
+    for line in text.removesuffix("```output").split("\n"):  # the stop string closes nothing
         if lines is None:
             if line.strip().startswith("```python") or line.rstrip().endswith("```python"):
                 lines = []
@@ -223,7 +224,7 @@ def observe(outcome: Outcome, limit: int = 256) -> str | ToolFailure:
     text = (outcome.stdout if ran else outcome.exception).strip()
     if len(text) >= limit:
         text = text[:limit // 2] + "..." + text[-(limit // 2):]
-    return text if ran else ToolFailure(text, outcome.kind)
+    return neutralise(text) if ran else ToolFailure(neutralise(text), outcome.kind)
 
 
 def wrap_output(text: str) -> str:
@@ -231,23 +232,26 @@ def wrap_output(text: str) -> str:
 
 
 def code_environment(turn: Turn, trajectory: Trajectory) -> Call | Notice | End:
-    """One model turn: run its last program; without one, go on after a line break (which costs a turn like a program does)."""
+    """One model turn: run its last program; without one, a note closes the output block (which costs a turn like a program does)."""
     if turn.reason != "stop":
         return End("answer" if turn.reason == "eos" else "length")
     program = extract_program(turn.text)
-    return Notice("\n") if program is None else Call("python", program, wrap_output)
+    return Notice(wrap_output(NO_PROGRAM)) if program is None else Call("python", program, wrap_output)
 
 
 # ---- Reward -----------------------------------------------------------------------------------------------------------
 def grade(trajectory: Trajectory, example: Example, cfg: Config) -> dict[str, float]:
-    """Whether the answer is right, 1 or 0, as Search-R1 (exact match) or ToRL (equality of maths) would say; scores the model's words only."""
+    """Whether the answer is right, 1 or 0, as Search-R1 (exact match) or ToRL (equality of maths) would say; scores the model's words only; f1 and
+    answered are for the metrics."""
     text = trajectory.model_text
     if cfg.task == "code":
         answer = last_boxed(text)
         right = answer is not None and maths_equal(pred=answer, gold=example.answers[0])
         return {"accuracy": float(right), "answered": float(answer is not None), "code": float("```python" in text)}
     pairs = re.findall(r"<answer>(.*?)</answer>", text, re.S)
-    return {"em": scoring.exact_match(pred=pairs[-1].strip(), gold=example.answers) if pairs else 0.0, "answered": float(bool(pairs))}
+    answer = pairs[-1].strip() if pairs else None
+    return {"em": scoring.exact_match(pred=answer, gold=example.answers) if answer is not None else 0.0,
+            "f1": scoring.f1(pred=answer, gold=example.answers) if answer is not None else 0.0, "answered": float(answer is not None)}
 
 
 class FewestCalls:
@@ -299,7 +303,8 @@ def train(cfg: Config) -> None:
     if cfg.plan:
         return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1, reference=cfg.kl > 0, critic=cfg.algorithm == "ppo")
     search, stop, metric = cfg.task == "search", STOPS[cfg.task], "em" if cfg.task == "search" else "accuracy"
-    sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
+    limits = Limits(wall_s=cfg.run_timeout, cpu_s=math.ceil(cfg.run_timeout) + 1)  # a little more, so that wall_s ends a program first
+    sandbox = None if search else open_sandbox(cfg.sandbox, limits)  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     (scoring.self_test if search else maths_self_test)()
     template = read_template(cfg.template, PROMPTS[cfg.task], "{question}")
@@ -331,13 +336,18 @@ def train(cfg: Config) -> None:
     if cfg.evaluate:
         return print_evaluation(cfg.evaluate, metric, cfg, *answer_eval())
     run = Run(cfg, method="otc", metric=metric, total_steps=cfg.steps, resume=cfg.resume, name=cfg.name)
-    trained = {"model": model, "optimizer": optimizer, "fewest": fewest, **({"critic": critic, "critic_optimizer": critic_optimizer} if critic else {})}
+    trained = {"model": model, "optimizer": optimizer, "fewest": fewest, **({"critic": critic, "critic_optimizer": critic_optimizer} if critic else {}),
+               **({"reference": reference} if reference and cfg.over_caller else {})}
     first = run.restore(trained) if cfg.resume else 0
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.over_caller:
             learn_to_over_call(cfg, model, tokenizer, template, run)
             run.log_eval(0, *answer_eval(), tokenizer)
+            if reference:  # RL starts here, and stays near here
+                reference.load_state_dict(model.state_dict())
+            if critic:  # it starts where RL starts
+                critic.body.load_state_dict(model.base_model.state_dict())
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -366,7 +376,7 @@ def train(cfg: Config) -> None:
         if cfg.algorithm == "grpo":
             advantages_BT = losses.group_advantages(rewards_B.view(-1, group)).view(-1, 1).expand_as(nan_BT)
         else:
-            steps_BT = batch.response_BT if cfg.gae_over_documents else batch.sampled_BT
+            steps_BT = batch.response_BT if cfg.gae_over_documents else trained_BT
             rewards_BT = losses.rewards_at_end(rewards_B, steps_BT)
             if reference:  # k1 in the reward, on the trained tokens
                 rewards_BT = rewards_BT - cfg.kl * losses.kl(old_BT, ref_BT, trained_BT & steps_BT, "k1")

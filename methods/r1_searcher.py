@@ -28,6 +28,7 @@ Changed, and why:
   - a trajectory carries its gold answer and its group; the original looks the answer up by the question's words and sorts samples by idx.
   - temperature 1 without the code's top-p of 0.95: the trainer's log-probs are those of the whole distribution.
   - both stages are one run; each has its own cosine, as if it were a run of its own, but optimiser and KL reference stay.
+  - the preset `paper` starts at stage 2, as the released script for Qwen does; `paper_llama` has both stages.
 
 What to watch: `calls` rises in stage 1; `format` rises and `em` follows in stage 2; `answer_words` tells whether answers grow to please the
 reward. The run's metric is `em`, the strictest of the three measures: whatever is rewarded, longer answers do not raise it.
@@ -44,7 +45,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -56,12 +56,12 @@ from common.plan import print_plan
 from common.policy import load_model, lr_at, make_optimizer, save_policy, shard
 from common.report import write_report
 from common.rollout import Budget, Call, End, Prompt, Tool, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
-from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting, write_atomic
+from common.run import Clock, Run, folder_of, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting, write_atomic
 from common.search import Passage, neutralise
 from common.tiny.world import questions
 from common.tools import search_tool
 from common.update import Experience, joined, mini_batches, policy_step, score
-from common.warmup import found_by_rule, warm_up
+from common.warmup import as_shown, found_by_rule, warm_up
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Config:
     name: str = setting("", "name of the run's folder (default: preset and seed)", "ours")
     seed: int = setting(0, "seed of data order and sampling", "ours")
     steps: int = setting(36, "optimisation steps (one rollout batch each), stage 1 included", "paper §3.3")
-    stage1_steps: int = setting(8, "how many of them, the first ones, are stage 1; 0: without stage 1", "paper §2.2")
+    stage1_steps: int = setting(8, "how many of them, the first ones, are stage 1; 0: without stage 1", "code scripts/")
     resume: bool = setting(False, "go on with a run that was stopped or killed", "ours")
     stop_on_collapse: bool = setting(False, "save and stop at signs of collapse (common/health.py); they are always said", "ours")
     evaluate: str = setting("", "folder of a finished run: evaluate its model again instead of training", "ours")
@@ -114,7 +114,9 @@ class Config:
     stage1_reward: Literal["paper", "code"] = setting("paper", "search and format; or these and +1 or -1 for covering the answer", "paper §2.2.1")
     reward: Literal["f1", "cover_em", "em"] = setting("f1", "stage 2: word F1; or +1 or -1 for covering or matching the answer", "paper §4.2")
     family: Literal["qwen", "llama", "paper"] = setting("qwen", "whose format rules and penalty: -2, -1, or the paper's -2 with Llama's rules", "code train/")
-    score_scope: Literal["model", "all"] = setting("model", "text the reward reads: what the model wrote; all of it, as the original", "code train/", published="all")
+    score_scope: Literal["model", "all"] = setting(
+        "model", "text the reward reads: what the model wrote; all of it, as the original (tags in results are harmless either way)",
+        "code train/", published="all")
     # learning
     stage1_scale: Literal["batch", "group"] = setting("batch", "stage 1: whiten over the batch, or divide by the group's deviation", "code scripts/")
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss, KL and whitening", "paper §2.2.2")
@@ -301,8 +303,11 @@ def train(cfg: Config) -> None:
     tools, pool = {"search": search_tool(cfg.corpus, cfg.topk, render_passages)}, ToolPool()
     prompts_of = lambda examples: make_prompts(examples, lambda e: render(e, tokenizer, template, cfg.prompt_style), tokenizer, budget)
     if cfg.select:
-        sample = lambda prompts, samples, step: rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=samples,
-                                                        temperature=cfg.temperature, stop=STOP, seed=cfg.seed, step=step)
+        def sample(prompts: list[Prompt], samples: int, step: int) -> list[Trajectory]:
+            engine.sync(model)
+            return rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=samples, temperature=cfg.temperature, stop=STOP,
+                           seed=cfg.seed, step=step)
+
         picked = order(cfg.seed, 0, len(train_set), min(cfg.select_questions, len(train_set)))
         return select(cfg, prompts_of([train_set[i] for i in picked])[0], sample)
     eval_prompts, _ = prompts_of(eval_set)
@@ -321,8 +326,9 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
+            search = as_shown(tools["search"], tokenizer, wrap_passages, cfg.observation_tokens)
             warm_up(cfg, model, tokenizer, stage1_set, lambda e: render(e, tokenizer, template, cfg.prompt_style),
-                    lambda e: demonstration(e, tools["search"], tokenizer.eos_token), wrap_passages, run)
+                    lambda e: demonstration(e, search, tokenizer.eos_token), wrap_passages, run)
             run.log_eval(0, *answer_eval(), tokenizer)
             if reference:  # RL starts here, and stays near here
                 reference.load_state_dict(model.state_dict())
@@ -396,6 +402,7 @@ def difficulty(cfg: Config, prompts: list[Prompt], sample: Callable) -> list[dic
 
 def select(cfg: Config, prompts: list[Prompt], sample: Callable) -> None:
     """Write stage_1.jsonl (medium) and stage_2.jsonl (the other medium questions, and the difficult ones); easy ones are left out."""
+    folder = folder_of("r1_searcher", cfg.name or f"select-{cfg.preset}-seed{cfg.seed}")
     rows = difficulty(cfg, prompts, sample)
     of = {level: [r for r in rows if r["level"] == level] for level in ("easy", "medium", "difficult")}
     stages = {1: of["medium"][:cfg.stage1_questions], 2: of["medium"][cfg.stage1_questions:] + of["difficult"]}
@@ -403,7 +410,6 @@ def select(cfg: Config, prompts: list[Prompt], sample: Callable) -> None:
           f"{len(of['difficult'])} difficult (more than {cfg.difficult_above})")
     if empty := [stage for stage, picked in stages.items() if not picked]:
         raise UserError(f"--select: nothing for stage {empty[0]}; change --easy-below, --difficult-above, --stage1-questions or --select-questions")
-    folder = Path("runs") / "r1_searcher" / (cfg.name or f"select-{cfg.preset}-seed{cfg.seed}")
     folder.mkdir(parents=True, exist_ok=True)
     for stage, picked in stages.items():
         write_atomic(folder / f"stage_{stage}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in picked))

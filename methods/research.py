@@ -52,7 +52,7 @@ from common.search import Passage, neutralise
 from common.tiny.world import questions
 from common.tools import search_tool
 from common.update import Experience, joined, mini_batches, policy_step, score
-from common.warmup import found_by_rule, warm_up
+from common.warmup import as_shown, found_by_rule, warm_up
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -98,7 +98,8 @@ class Config:
     format_rule: Literal["code", "paper"] = setting(
         "code", "a bad form or an unfinished text: gets 0 (code), or the measure of its answer all the same (paper)", "code re_search.py")
     score_scope: Literal["model", "response"] = setting(
-        "model", "text the format is judged on: what the model wrote; with results too, as the original", "code re_search.py", published="response")
+        "model", "text the format is judged on: what the model wrote; with results too, as the original (tags in results are harmless either way)",
+        "code re_search.py", published="response")
     # learning
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §2.1")
     aggregation: Literal["token", "sequence", "constant"] = setting("token", "mean of the loss over tokens, over sequences, or Dr. GRPO's constant", "code dp_actor.py")
@@ -178,7 +179,7 @@ def environment(turn: Turn, trajectory: Trajectory) -> Call | End:
     if turn.reason == "stop":
         return Call("search", parse_query(turn.text), wrap_passages)
     if turn.reason == "eos":
-        return End("answer" if "</answer>" in turn.text else "eos")
+        return End("answer" if "</answer>" in turn.text else "no_action")
     return End("length")
 
 
@@ -229,7 +230,7 @@ def reward(trajectory: Trajectory, example: Example, cfg: Config) -> dict[str, f
     text, again, _ = text.partition(ASSISTANT if ASSISTANT in trajectory.prompt else "Assistant:")  # a second turn of a dialogue it makes up
     answer = boxed_answer(text)
     measured = {name: measure(pred=answer, gold=example.answers) if answer is not None else 0.0 for name, measure in MEASURES.items()}
-    valid, finished = valid_format(text) and not invented, trajectory.stop in ("answer", "eos") and not again
+    valid, finished = valid_format(text) and not invented, trajectory.stop in ("answer", "no_action") and not again
     good = valid and answer is not None and (finished or cfg.format_rule == "paper")
     right = measured[cfg.reward] if good or cfg.format_rule == "paper" else 0.0
     floor = good and right == 0  # an F1 below the floor stays as it is
@@ -281,8 +282,9 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
+            search = as_shown(tools["search"], tokenizer, wrap_passages, cfg.observation_tokens)
             warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, template, cfg.prompt_style),
-                    lambda e: demonstration(e, tools["search"], tokenizer.eos_token), wrap_passages, run)
+                    lambda e: demonstration(e, search, tokenizer.eos_token), wrap_passages, run)
             run.log_eval(0, *answer_eval(), tokenizer)
             if reference:  # RL starts here, and stays near here
                 reference.load_state_dict(model.state_dict())

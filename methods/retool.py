@@ -5,7 +5,7 @@ Paper: "ReTool: Reinforcement Learning for Strategic Tool Use in LLMs", arXiv 25
 
 The idea. Text reasoning whose computations were replaced by code and its real output teaches a model, by plain supervised learning, how to
 use an interpreter. Reinforcement learning on the final answer alone then teaches it when to. The interpreter's words are left out of the
-loss. It needs far fewer steps than reinforcement learning in text alone.
+loss. The paper finds that it needs far fewer steps than reinforcement learning in text alone.
 
 The method, step by step:
   1. `PROMPT`: reason, write snippets between <code> and </code>, read <interpreter>, end with \\boxed{} between <answer> and </answer>.
@@ -23,16 +23,20 @@ Changed, and why:
   - a snippet without a fence is the text after <code>; the evaluation code runs it with the tag in it (eval.py).
   - the answer is compared by equality of maths; the recipe asks for the same characters (`--reward recipe` does that, with its graded
     punishment).
-  - the problems' own instructions, another answer format, are taken off (the recipe leaves them in).
+  - the problems' own instructions, another answer format, are taken off (the recipe leaves them in); the cold start's questions are asked
+    with the prompt that RL uses.
   - calls, output and time are limited: the paper states no limits; the recipe has 8 turns and the evaluation code 400 characters.
+  - tags and fences in output are made harmless: a program cannot end the interpreter's block.
 
-What to watch: `accuracy` and `code`; with the cold start both begin high; `response_tokens` falls.
+What to watch: `accuracy` and `code`; with the cold start both begin high; `response_tokens`, which falls in the paper, grows a little on the
+tiny model.
 
     make retool                                               # tiny model and world, a few minutes on two cores
     make retool ARGS="--cold-start 0"                         # reinforcement learning alone
-    make retool ARGS="--text-only"                            # no interpreter, a cold start in text
+    make retool ARGS="--text-only"                            # no interpreter, prompt and cold start in text
     make retool ARGS="--algorithm ppo"
 """
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -49,6 +53,7 @@ from common.report import write_report
 from common.rollout import Budget, Call, End, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, open_sandbox
+from common.search import neutralise
 from common.tiny.world import problems
 from common.tools import python_tool
 from common.update import Experience, critic_step, demonstration_row, joined, mini_batches, policy_step, score, supervised_step, values
@@ -84,10 +89,10 @@ class Config:
     prompts: int = setting(12, "questions per step", "code recipe run_qwen2-32b_dapo.sh")
     samples: int = setting(8, "trajectories per question (GRPO's group size; PPO uses 1)", "code recipe run_qwen2-32b_dapo.sh")
     max_turns: int = setting(3, "turns whose call is run; one more turn may answer", "code recipe run_qwen2-32b_dapo.sh")
-    text_only: bool = setting(False, "no interpreter, and a cold start in text: the paper's baseline", "paper Tab. 1")
+    text_only: bool = setting(False, "no interpreter, prompt and cold start in text: the paper's baseline", "paper Tab. 1")
     sandbox: str = setting("isolated", "where programs run: isolated, unsafe, or the URL of a SandboxFusion server", "ours")
-    run_timeout: float = setting(5.0, "longest run of a program", "code executor.py", "seconds")
-    temperature: float = setting(1.0, "sampling temperature, no top-p", "paper §3.1")
+    run_timeout: float = setting(5.0, "longest run of a program", "code recipe sandbox_fusion_tool_config.yaml", "seconds")
+    temperature: float = setting(1.0, "sampling temperature, no top-p", "code ppo_trainer.yaml")
     prompt_tokens: int = setting(224, "longest prompt; longer ones are skipped and counted", "code recipe run_qwen2-32b_dapo.sh", "tokens")
     turn_tokens: int = setting(64, "longest model turn", "code scripts/eval.sh", "tokens")
     observation_tokens: int = setting(64, "longest tool result", "ours", "tokens")
@@ -104,7 +109,7 @@ class Config:
     lr: float = setting(4e-4, "learning rate of the policy (AdamW)", "paper §2.3.2")
     warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     critic_lr: float = setting(1e-3, "learning rate of the critic", "code recipe run_qwen2-32b_ppo.sh")
-    critic_warmup_steps: int = setting(0, "linear warm-up of the critic's rate", "ours", "steps")
+    critic_warmup_steps: int = setting(0, "PPO: first step in which the policy learns too; before it the critic alone", "code recipe run_qwen2-32b_ppo.sh", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip_low: float = setting(0.2, "clip range of the policy ratio below 1", "code recipe run_qwen2-32b_dapo.sh")
@@ -120,7 +125,7 @@ class Config:
     optimizer_bf16: bool = setting(False, "keep AdamW's running means in bfloat16, rounded at random: half their memory", "ours")
     optimizer_offload: bool = setting(False, "keep AdamW's running means in the CPU's memory", "ours")
     # supervised cold start
-    cold_start: int = setting(6, "supervised steps before RL; 0: none", "paper §2.2")
+    cold_start: int = setting(6, "supervised steps before RL; 0: none", "code recipe run_qwen2-32b_sft.sh")
     cold_start_data: str = setting("", "file of {\"messages\"} rows as ReTool-SFT (default: traces built from the tiny world's expressions or GSM8K's solutions)", "paper §2.2")
     cold_start_traces: int = setting(48, "traces of the cold start", "code recipe run_qwen2-32b_sft.sh")
     cold_start_batch: int = setting(16, "traces per supervised step", "code recipe run_qwen2-32b_sft.sh")
@@ -146,6 +151,9 @@ PROMPT = (
     "</interpreter>. Scripts are complete, with imports. Each snippet is\n<code>\n```python\ncode\n```\n</code>\nThe last part of the "
     "response is\n<answer>\n\\boxed{the answer}\n</answer>\n*user question:*\nSolve this problem and put the answer in \\boxed{}. "
     "{question}\nRemember to end with the answer in its tags.")
+TEXT_PROMPT = (  # --text-only
+    "Solve the problem step by step. The last part of the response is\n<answer>\n\\boxed{the answer}\n</answer>\n*user question:*\nSolve this "
+    "problem and put the answer in \\boxed{}. {question}\nRemember to end with the answer in its tags.")
 STOP = ("</code>",)
 
 
@@ -174,7 +182,7 @@ def observe(outcome: Outcome, limit: int = 400) -> str | ToolFailure:
     text = (outcome.stdout if ran else outcome.exception).strip()
     if len(text) > limit:
         text = text[:limit // 2] + "..." + text[-(limit // 2):]
-    return text if ran else ToolFailure(text, outcome.kind)
+    return neutralise(text) if ran else ToolFailure(neutralise(text), outcome.kind)
 
 
 def wrap_output(text: str) -> str:
@@ -212,8 +220,7 @@ def demonstrations(cfg: Config, train_set: list[Example], tokenizer, template: s
     """(prompt, segments by author) of the supervised traces: from a file of messages, or built from the tiny world's expressions or GSM8K's solutions."""
     if cfg.cold_start_data:
         rows = [(messages[0]["content"], messages[1]["content"]) for messages in read_messages(cfg.cold_start_data, cfg.cold_start_traces)]
-        return [(tokenizer.apply_chat_template([{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True),
-                 split_trace(said.rstrip() + tokenizer.eos_token)) for user, said in rows]
+        return [(render(Example("", bare_question(user), ()), tokenizer, template), split_trace(said.rstrip() + tokenizer.eos_token)) for user, said in rows]
     out = []
     for e in (train_set[i] for i in order(cfg.seed, 0, len(train_set), len(train_set))):
         if len(out) == cfg.cold_start_traces:
@@ -222,13 +229,22 @@ def demonstrations(cfg: Config, train_set: list[Example], tokenizer, template: s
         printed = python.run([ToolCall("python", program, e)])[0] if program else None
         if not isinstance(printed, str) or not maths_equal(pred=printed, gold=e.answers[0]):
             continue
-        said = "" if cfg.text_only else f"I compute it.\n<code>\n```python\n{program}\n```\n</code>" + wrap_output(printed)
+        if cfg.text_only:  # a worked solution's own words; the tiny world has none
+            said = re.sub(r"<<.*?>>", "", e.meta.get("solution", "").rpartition("####")[0])
+        else:
+            said = f"I compute it.\n<code>\n```python\n{program}\n```\n</code>" + wrap_output(printed)
         said += f"Now I can answer.\n<answer>\n\\boxed{{{e.answers[0]}}}\n</answer>{tokenizer.eos_token}"
         out.append((render(e, tokenizer, template), split_trace(said)))
     if not out:
-        raise UserError(f"--cold-start {cfg.cold_start}: {cfg.data} has no worked solutions; give --cold-start-data (a file of messages as ReTool-SFT), or "
-                        "--cold-start 0")
+        raise UserError(f"--cold-start {cfg.cold_start}: {cfg.data} has no worked solutions; give --cold-start-data (a file of messages as ReTool-SFT; not with "
+                        "--text-only), or --cold-start 0")
     return out
+
+
+def bare_question(text: str) -> str:
+    """The question in a user's message of ReTool-SFT, which wraps it in its own prompt (code evaluation/prompt_template.json)."""
+    asked = re.compile(r"(?:Answer the following Math Problem[^\n]*\n)?(.*?)(?:\nRemember to place the final answer in the last part.*)?", re.S)
+    return asked.fullmatch(text.rpartition("*user question:*")[2].strip())[1].strip()
 
 
 def split_trace(text: str) -> list[tuple[str, str]]:
@@ -238,7 +254,7 @@ def split_trace(text: str) -> list[tuple[str, str]]:
 
 
 def cold_start(cfg: Config, model, tokenizer, template: str, train_set: list[Example], python: Tool, run: Run) -> None:
-    """Supervised steps on traces with code (paper §2.2): the interpreter's words are context."""
+    """Supervised steps on traces with code, or in text (paper §2.2): the interpreter's words are context."""
     rows = [demonstration_row(prompt, segments, tokenizer, wrap_output, cfg.observation_tokens)
             for prompt, segments in demonstrations(cfg, train_set, tokenizer, template, python)]
     rows = [r for r in rows if len(r[0]) <= cfg.prompt_tokens + cfg.trajectory_tokens]
@@ -272,10 +288,15 @@ def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     if cfg.plan:
         return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=1 if cfg.text_only else cfg.max_turns + 1, critic=cfg.algorithm == "ppo")
-    sandbox = open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
+    if cfg.text_only and cfg.cold_start and cfg.cold_start_data:
+        raise UserError(f"--text-only: the traces in --cold-start-data {cfg.cold_start_data} hold code; give --cold-start 0, or --cold-start-data \"\" for traces "
+                        "made of worked solutions")
+    prompt, stop = (TEXT_PROMPT, ()) if cfg.text_only else (PROMPT, STOP)
+    limits = Limits(wall_s=cfg.run_timeout, cpu_s=math.ceil(cfg.run_timeout) + 1)  # a little more, so that wall_s ends a program first
+    sandbox = open_sandbox(cfg.sandbox, limits)  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     maths_self_test()
-    template = read_template(cfg.template, PROMPT, "{question}")
+    template = read_template(cfg.template, prompt, "{question}")
     train_set, eval_set = load_data(cfg)
     model, tokenizer = load_model(cfg.model, cfg.dtype, cfg.device, cfg.gradient_checkpointing)
     group = cfg.samples if cfg.algorithm == "grpo" else 1
@@ -295,7 +316,7 @@ def train(cfg: Config) -> None:
     def answer_eval() -> tuple[list[Trajectory], list[dict]]:
         """Greedy answers to the held-out questions, and their reward parts."""
         engine.sync(model)
-        trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=STOP)
+        trajectories = rollout(engine, tokenizer, eval_prompts, environment, tools, budget, pool, temperature=0.0, stop=stop)
         return ranks.gather(trajectories), ranks.gather([reward(t, t.example, cfg) for t in trajectories])
 
     if cfg.evaluate:
@@ -308,6 +329,8 @@ def train(cfg: Config) -> None:
         if cfg.cold_start:
             cold_start(cfg, model, tokenizer, template, train_set, tools["python"], run)
             run.log_eval(0, *answer_eval(), tokenizer)
+            if critic:  # it starts where RL starts
+                critic.body.load_state_dict(model.base_model.state_dict())
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -315,7 +338,7 @@ def train(cfg: Config) -> None:
         engine.sync(model)
         prompts, skipped = prompts_of([train_set[i] for i in order(cfg.seed, step, len(train_set), n_prompts)])
         trajectories = rollout(engine, tokenizer, prompts, environment, tools, budget, pool, samples=group, temperature=cfg.temperature,
-                               stop=STOP, seed=cfg.seed, step=step)
+                               stop=stop, seed=cfg.seed, step=step)
         clock.lap("sample_s")
 
         # 2. score
@@ -331,7 +354,7 @@ def train(cfg: Config) -> None:
         if cfg.algorithm == "grpo":
             advantages_BT = losses.group_advantages(rewards_B.view(-1, group)).view(-1, 1).expand_as(nan_BT)
         else:
-            steps_BT = batch.sampled_BT
+            steps_BT = trained_BT
             rewards_BT = losses.rewards_at_end(rewards_B, steps_BT)
             values_BT = values(critic, batch.ids_BT, batch.lengths_B, micro_tokens=cfg.micro_tokens)
             advantages_BT, returns_BT = losses.gae(rewards_BT, values_BT, steps_BT, cfg.gamma, cfg.lam)
@@ -342,14 +365,13 @@ def train(cfg: Config) -> None:
         experience = Experience(batch.ids_BT, batch.lengths_B, batch.starts_B, trained_BT, batch.sampled_BT, batch.sampler_BT, old_BT, advantages_BT)
         done = []
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
-            done.append(policy_step(
+            done.append({} if critic and step + 1 < cfg.critic_warmup_steps else policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip_low, clip_high=cfg.clip_high,
                 aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature, dual_clip=cfg.dual_clip,
                 entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))
             if critic:
                 done[-1] |= critic_step(critic, critic_optimizer, experience, rows, values_BT, returns_BT, steps_BT, value_clip=cfg.value_clip,
-                                        lr=lr_at(step, cfg.steps, cfg.critic_lr, cfg.critic_warmup_steps), micro_tokens=cfg.micro_tokens,
-                                        max_grad_norm=cfg.max_grad_norm)
+                                        lr=cfg.critic_lr, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm)
         clock.lap("update_s")
 
         # 5. log, evaluate, save

@@ -5,7 +5,7 @@ format-aware reward is from the follow-up arXiv 2505.15117. Code: github PeterGr
 
 The idea. A model that can call a search engine in the middle of its reasoning is trained with nothing but the exact match of its
 final answer. The search results are part of its context but not its words, so their tokens are left out of the loss. Both PPO and
-GRPO work on this; GRPO learns faster, PPO is steadier.
+GRPO work on this; the paper finds that GRPO learns faster and PPO is steadier.
 
 The method, step by step:
   1. `PROMPT` states the contract: <think>, <search>, <information>, <answer>.
@@ -24,6 +24,7 @@ Changed, and why:
     prompt, or a tag pair inside a passage, can earn the reward (verl/utils/reward_score/qa_em.py).
   - a cut result keeps its closing tag: the original cuts at 500 tokens from the right and can lose </information>.
   - tags inside passages are made harmless; group ids come from sampling (the original groups by `index`, which collides across sets).
+  - the loss has one denominator per update: the original takes token means of micro-batches, and their mean.
 
 What to watch: `calls` goes to the number of look-ups a question needs; `em` follows; `zero_variance_groups` rises as the task is
 learned; `sampler_ratio_*` stays at 1.
@@ -51,7 +52,7 @@ from common.search import Passage, neutralise
 from common.tiny.world import questions
 from common.tools import search_tool
 from common.update import Experience, critic_step, joined, mini_batches, policy_step, score, values
-from common.warmup import found_by_rule, warm_up
+from common.warmup import as_shown, found_by_rule, warm_up
 
 
 # ---- Config -----------------------------------------------------------------------------------------------------------
@@ -96,8 +97,8 @@ class Config:
     final_format_score: float = setting(0.1, "format reward: value of an answer in invalid structure", "code scripts/nq_hotpotqa/v0.3/")
     retrieval_score: float = setting(0.0, "format reward: added when a gold answer was retrieved", "code scripts/nq_hotpotqa/v0.3/")
     score_scope: Literal["model", "response", "all"] = setting(
-        "model", "text the reward reads: what the model wrote; with results and notices; with the prompt too, as the original", "code qa_em.py",
-        published="all")
+        "model", "text the reward reads: what the model wrote; with results and notices; with the prompt too, as the original (tags in results are "
+        "harmless either way)", "code qa_em.py", published="all")
     # learning
     algorithm: Literal["grpo", "ppo"] = setting("grpo", "group-relative advantages, or a critic", "paper §3.1")
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §3.2")
@@ -290,11 +291,14 @@ def train(cfg: Config) -> None:
     if run.before is None:
         run.before = run.log_eval(0, *answer_eval(), tokenizer)
         if cfg.warmup:
+            search = as_shown(tools["search"], tokenizer, wrap_passages, cfg.observation_tokens)
             warm_up(cfg, model, tokenizer, train_set, lambda e: render(e, tokenizer, template),
-                    lambda e: demonstration(e, tools["search"]), wrap_passages, run)
+                    lambda e: demonstration(e, search), wrap_passages, run)
             run.log_eval(0, *answer_eval(), tokenizer)
             if reference:  # RL starts here, and stays near here
                 reference.load_state_dict(model.state_dict())
+            if critic:  # it starts where RL starts
+                critic.body.load_state_dict(model.base_model.state_dict())
 
     for step in range(first, cfg.steps):
         # 1. sample
@@ -319,7 +323,7 @@ def train(cfg: Config) -> None:
         if cfg.algorithm == "grpo":
             advantages_BT = losses.group_advantages(rewards_B.view(-1, group)).view(-1, 1).expand_as(nan_BT)
         else:
-            steps_BT = batch.response_BT if cfg.gae_over_documents else batch.sampled_BT
+            steps_BT = batch.response_BT if cfg.gae_over_documents else trained_BT
             rewards_BT = losses.rewards_at_end(rewards_B, steps_BT)
             if reference:  # k1 in the reward, on the trained tokens
                 rewards_BT = rewards_BT - cfg.kl * losses.kl(old_BT, ref_BT, trained_BT & steps_BT, "k1")

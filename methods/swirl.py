@@ -173,12 +173,12 @@ def parse_action(text: str) -> tuple[str | None, str]:
 
 
 def render_passages(passages: list[Passage]) -> str:
-    return "\n".join(p.text for p in passages) or "nothing found"
+    return "\n".join(p.text for p in passages)
 
 
 def wrap_result(query: str, result: str, glue: tuple[str, str]) -> str:
     """The next user turn. `glue`: what the chat template puts before and after its text."""
-    return f"{glue[0]}{neutralise(query)} -> {neutralise(result)}{glue[1]}"
+    return f"{glue[0]}{neutralise(query)} -> {neutralise(result) or 'nothing found'}{glue[1]}"
 
 
 def environment(turn: Turn, trajectory: Trajectory, task: Task, short: Callable[[str], str], glue: tuple[str, str]) -> Call | End:
@@ -295,7 +295,8 @@ def judge(cases: Sequence[tuple[Example, History, str]], ask: Ask | None) -> lis
 
 
 def reward(found: str | None, stop: str) -> dict[str, float]:
-    """Named parts of the reward of one action and their total (paper §2.2): 1 for GOOD, 0 for BAD, no verdict, or a message that was cut."""
+    """Named parts of the reward of one action and their total (paper §2.2): 1 for GOOD; 0 for BAD, no verdict, or a message that was cut
+    before it held a whole answer."""
     return {"query": float(stop == "query"), "answered": float(stop == "answer"), "judged": float(found is not None),
             "total": float(found == "GOOD" and stop != "length")}
 
@@ -406,7 +407,6 @@ def train(cfg: Config) -> None:
         """The start model's trajectories, labelled and cut; a file for every batch until all are there, so that --resume goes on between them."""
         path = run.folder / "items.jsonl"
         if not ranks.broadcast(path.exists()):
-            engine.sync(model)
             chosen = [train_set[i] for i in order(cfg.seed, 0, len(train_set), min(cfg.questions, len(train_set)))]
             prompts, skipped = prompts_of(cfg.task, chosen)
             print(f"making {cfg.per_question} trajectories of {len(prompts)} questions ({skipped} skipped: longer than --prompt-tokens)", flush=True)
@@ -415,6 +415,7 @@ def train(cfg: Config) -> None:
                 parts.append(run.folder / f"items-{start}.part")
                 if ranks.broadcast(parts[-1].exists()):
                     continue
+                engine.sync(model)
                 trajectories = play(cfg.task, prompts[start:start + size], samples=cfg.per_question, temperature=cfg.temperature, seed=cfg.seed,
                                     step=-1 - start)
                 scores = ranks.gather(list(zip(trajectories, label(trajectories), outcomes(trajectories, cfg.task, ask))))

@@ -5,7 +5,8 @@ NVlabs/Tool-N1 (commit f9b48492).
 
 The idea. A model that is given a set of tools and a dialogue reasons in words and then writes a list of calls; nothing is run. It earns 1 if
 there is a thought and the calls are exactly the right ones, in any order, and 0 otherwise: no teacher shows how to think, and no partial
-credit teaches the surface of a call. That does better than imitating a stronger model's reasoning first, and better than partial rewards.
+credit teaches the surface of a call. The paper finds that it does better than imitating a stronger model's reasoning first, and better than
+partial rewards.
 
 The method, step by step:
   1. `PROMPT` lists the tools and states the form: <think>, then one JSON list of calls in <tool_call>, the empty list for no call. The
@@ -25,8 +26,9 @@ Changed, and why:
   - earlier calls in the dialogue are one JSON text; the original encodes them twice (verl_toolcall_preprocess.py).
   - tags count wherever they stand, as in the code (--strict asks for one thought, then one block, and nothing else).
 
-What to watch: `accuracy` (exact calls) is the reward but for the thought; `names` runs ahead of it; `format` is learned on the way;
-`irrelevance` shows whether the model still abstains; `zero_variance_groups` starts high, as a binary reward is silent where all fail.
+What to watch: `accuracy` (exact calls) is the reward but for the thought; `names` runs ahead of it; `format` has to be learned by a model
+that does not know the form (the tiny one does); `irrelevance` shows whether the model still abstains; `zero_variance_groups` starts high,
+as a binary reward is silent where all fail.
 
     make tool_n1                                              # tiny model and world, a few minutes on two cores
     make tool_n1 ARGS="--reward partial_names"                # also: partial, no_think, lexicographic, llama
@@ -266,11 +268,11 @@ def supervised_start(cfg: Config, model, tokenizer, train_set: list[Example], pr
 # ---- Train ------------------------------------------------------------------------------------------------------------
 def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training questions, held-out questions)."""
+    load = functools.partial(load_requests, no_call=cfg.no_call_turns, gold_calls=truth_calls)
     if cfg.data == "tiny":
-        held_out = load_requests(cfg.eval_data, split="test", limit=cfg.eval_questions) if cfg.eval_data else requests("eval", cfg.eval_questions)
+        held_out = load(cfg.eval_data, split="test", limit=cfg.eval_questions) if cfg.eval_data else requests("eval", cfg.eval_questions)
         return requests("train", 4096, cfg.seed), held_out
-    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, functools.partial(
-        load_requests, no_call=cfg.no_call_turns, gold_calls=truth_calls))
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, load)
 
 
 def train(cfg: Config) -> None:

@@ -22,7 +22,9 @@ Changed, and why:
   - the last turn keeps the stop string: the original lets the model write its own ```output block there and trains on it.
   - what a program printed is not scored: in the original a box printed by a program counts (math_verifier.py).
   - a program that prints nothing is answered with a note; the original shows a time-out that did not happen. A program that prints and then
-    fails has failed; the original counts it as run. The word Error in ordinary output changes nothing.
+    fails has failed; the original counts it as run. The word Error in ordinary output changes nothing. Tags and fences in output are harmless.
+  - a turn that asks for output without a program is answered with a note too, in the block it has opened; the original goes on after a
+    line break.
   - answers are compared as LaTeX: the original compares the leading number only, so that 2\\sqrt{3} equals 2\\sqrt{5}.
   - a sandbox that does not work stops the run: the original shows "UnknownError" and trains on it.
 
@@ -33,6 +35,7 @@ What to watch: `code` (share of answers with a program) rises with `accuracy`; `
     make torl ARGS="--execution-penalty 0.5"                  # the paper's ablation
     make torl ARGS="--preset smollm2 --data gsm8k.jsonl"
 """
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -49,6 +52,7 @@ from common.report import write_report
 from common.rollout import Budget, Call, End, Notice, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, collate, make_prompts, rollout
 from common.run import Clock, Run, main, parse_config, print_evaluation, read_template, saved_config, set_up_torch, setting
 from common.sandbox import Limits, Outcome, open_sandbox
+from common.search import neutralise
 from common.tiny.world import problems
 from common.tools import python_tool
 from common.update import Experience, joined, mini_batches, policy_step, score
@@ -94,7 +98,7 @@ class Config:
     trajectory_tokens: int = setting(256, "longest trajectory after the prompt", "code torl_1.5b.sh", "tokens")
     # reward
     reward: Literal["answer", "format"] = setting("answer", "+1 or -1; format: -0.5 for a wrong answer in a box", "paper §2.3.3")
-    execution_penalty: float = setting(0.0, "taken off where the answer has code whose last program failed or was not run (ablation: 0.5)", "paper §2.3.3")
+    execution_penalty: float = setting(0.0, "taken off where the answer has code and the last program that was run failed, or none was run (ablation: 0.5)", "paper §2.3.3")
     penalty_without_code: bool = setting(False, "take it off without any code too, as the original does", "code naive.py", published=True)
     # learning
     mask_observations: bool = setting(True, "leave what the model did not write (results, notices) out of the policy's loss", "paper §2.3.1")
@@ -141,14 +145,14 @@ def render(example: Example, template: str = PROMPT) -> str:
 
 
 # ---- Environment ------------------------------------------------------------------------------------------------------
-NO_OUTPUT = "[no output]"
+NO_OUTPUT, NO_PROGRAM = "[no output]", "[no program]"
 
 
 def extract_program(text: str) -> str | None:
     """The last block of a turn that opens with a line beginning or ending with ```python and is closed by a line beginning with ```;
     None if there is none (code vllm_rollout_spmd.py). ```py does not open a block, an indented fence does not close one."""
     program, lines = None, None
-    for line in text.split("\n"):
+    for line in text.removesuffix("```output").split("\n"):  # the stop string closes nothing
         if lines is None:
             if line.strip().startswith("```python") or line.rstrip().endswith("```python"):
                 lines = []
@@ -165,7 +169,7 @@ def observe(outcome: Outcome, limit: int = 256) -> str | ToolFailure:
     text = (outcome.stdout if ran else outcome.exception).strip()
     if len(text) >= limit:
         text = text[:limit // 2] + "..." + text[-(limit // 2):]
-    return text if ran else ToolFailure(text, outcome.kind)
+    return neutralise(text) if ran else ToolFailure(neutralise(text), outcome.kind)
 
 
 def wrap_output(text: str) -> str:
@@ -173,11 +177,11 @@ def wrap_output(text: str) -> str:
 
 
 def environment(turn: Turn, trajectory: Trajectory) -> Call | Notice | End:
-    """One model turn: run its last program; without one, go on after a line break (which costs a turn like a program does)."""
+    """One model turn: run its last program; without one, a note closes the output block (which costs a turn like a program does)."""
     if turn.reason != "stop":
         return End("answer" if turn.reason == "eos" else "length")
     program = extract_program(turn.text)
-    return Notice("\n") if program is None else Call("python", program, wrap_output)
+    return Notice(wrap_output(NO_PROGRAM)) if program is None else Call("python", program, wrap_output)
 
 
 # ---- Reward -----------------------------------------------------------------------------------------------------------
@@ -205,7 +209,8 @@ def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     if cfg.plan:
         return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1)
-    sandbox = open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
+    limits = Limits(wall_s=cfg.run_timeout, cpu_s=math.ceil(cfg.run_timeout) + 1)  # a little more, so that wall_s ends a program first
+    sandbox = open_sandbox(cfg.sandbox, limits)  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     maths_self_test()
     template = read_template(cfg.template, PROMPT, "{question}")

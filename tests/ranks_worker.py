@@ -4,10 +4,14 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from common import UserError, losses, ranks
+from common.engine import HFEngine
 from common.policy import Critic, load_model, make_optimizer, recompute_layers, save_policy, shard
 from common.rollout import Budget, End, ToolPool, rollout
 from common.run import main, set_up_torch
@@ -42,10 +46,10 @@ def watched(module, lr: float, seen: dict, name: str) -> torch.optim.Optimizer:
     return optimizer
 
 
-def train(algorithm: str, aggregation: str, updates: int = 1, recompute: bool = False, **extra) -> dict:
+def train(algorithm: str, aggregation: str, updates: int = 1, recompute: bool = False, dtype: str = "float32", **extra) -> dict:
     """Two steps of an algorithm: every gradient, the metrics of each step and the weights at the end, of all ranks together."""
     b, seen, out = batch(), {}, {}
-    model, reference = tiny_random_model(), tiny_random_model(seed=1)
+    model, reference = (tiny_random_model(seed=seed).to(getattr(torch, dtype)) for seed in (0, 1))
     if recompute:
         recompute_layers(model)
     critic = Critic(model) if algorithm == "ppo" else None
@@ -99,6 +103,33 @@ def sampled() -> dict:
     return {"trajectories": [(t.example.id, t.group, t.sample, t.model_text) for t in ranks.gather(trajectories)]}
 
 
+def engine() -> dict:
+    """An engine over weights that may be sharded: as good as new after an update, in the same memory, tied weights held once."""
+    model = tiny_random_model()
+    shard(model)
+    engine = HFEngine(model, byte_tokenizer(), max_slots=2, max_length=40)
+    optimizer, rows = make_optimizer(model.parameters(), 1e-2), [([1, 2, 3, 4], [0, 1, 1, 1])] * 2
+    held = lambda: {name: p.data_ptr() for name, p in engine.model.named_parameters(remove_duplicate=False)}
+    before, scores = held(), [engine.score([1, 2, 3, 4])]
+    supervised_step(model, optimizer, rows, lr=1e-2, micro_tokens=20, max_grad_norm=1.0)
+    engine.sync(model)
+    assert held() == before and before["lm_head.weight"] == before["model.embed_tokens.weight"] and len(set(before.values())) == len(before) - 1
+    return {"scores": torch.tensor([*scores, engine.score([1, 2, 3, 4])])}
+
+
+def pinned() -> list:
+    """Which tensors are pinned of a mean that AdamW keeps off the GPU (here by way of a stand-in): a DTensor cannot be, its shard can."""
+    model, seen = tiny_random_model(), []
+    shard(model)
+    p = next(model.parameters())
+    optimizer, there = make_optimizer([p], 1e-3, offload=True), SimpleNamespace(is_cuda=True, device="cpu", dtype=torch.float32)
+    with mock.patch.object(torch.Tensor, "pin_memory", lambda t: seen.append(type(t)) or t.clone()):
+        mean = optimizer._keep(torch.ones_like(p), there)
+    whole = mean.full_tensor() if isinstance(mean, DTensor) else mean
+    assert isinstance(mean, DTensor) == (ranks.world() > 1) and torch.equal(whole, torch.ones(p.shape))
+    return [kind.__name__ for kind in seen]
+
+
 def states(out: Path, bf16: bool) -> dict:
     """A model and its optimiser through a checkpoint's state, and as a saved model."""
     model = tiny_random_model(seed=2)
@@ -125,7 +156,7 @@ def states(out: Path, bf16: bool) -> dict:
 CASES = {f"{algorithm} {aggregation} {extra}": (algorithm, aggregation, extra) for algorithm, aggregation, extra in [
     *(("grpo", aggregation, {}) for aggregation in ("token", "sequence", "constant")),
     ("grpo", "token", {"kl": 0.1, "entropy": 0.05, "importance_cap": 1.5}), ("grpo", "token", {"updates": 3}),
-    ("ppo", "token", {"recompute": True}),
+    ("ppo", "token", {"recompute": True}), ("ppo", "token", {"dtype": "bfloat16"}),
     *(("ppo", aggregation, {"updates": 2}) for aggregation in ("token", "sequence", "constant")),
     *(("reinforce++", aggregation, {"updates": 2}) for aggregation in ("token", "sequence", "constant"))]}
 
@@ -133,7 +164,8 @@ CASES = {f"{algorithm} {aggregation} {extra}": (algorithm, aggregation, extra) f
 def everything(out: Path) -> dict:
     numbers = torch.tensor([[1.0, 2.0, 4.0], [8.0]][ranks.rank()]) if ranks.world() > 1 else torch.tensor([1.0, 2.0, 4.0, 8.0])
     return {"cases": {name: train(algorithm, aggregation, **extra) for name, (algorithm, aggregation, extra) in CASES.items()},
-            "supervised": supervised(), "sampled": sampled(), "states": states(out, bf16=False), "bf16": states(out, bf16=True),
+            "supervised": supervised(), "sampled": sampled(), "engine": engine(), "pinned": pinned(),
+            "states": states(out, bf16=False), "bf16": states(out, bf16=True),
             "numbers": [ranks.mean(numbers), *map(float, ranks.mean_and_variance(numbers)), *ranks.spread(numbers).values()],
             "nothing": [ranks.spread(numbers[:0]), str(ranks.mean(numbers[:0]))]}
 

@@ -117,7 +117,10 @@ def test_toolace_gives_one_example_for_every_turn_that_calls(tmp_path):
 @pytest.mark.parametrize("change,reason", [
     ({"tools": "not json"}, "tools are not JSON"), ({"answers": "[{"}, "no JSON list of calls"), ({"answers": '[{"name": "f"}]'}, "no JSON list of calls"),
     ({"query": " "}, "query is no text"), ({"query": "\ud800"}, "half a character"), ({"tools": '[{"x": 1}]'}, "objects with a name"),
-    ({"tools": '[{"name": "f", "parameters": [1]}]'}, "parameters are not an object")])
+    ({"tools": '[{"name": "f", "parameters": [1]}]'}, "parameters are not an object"),
+    ({"tools": '[{"name": "f", "parameters": {"x": "the x"}}]'}, "parameters are not each an object"),
+    ({"tools": '[{"name": "f", "parameters": {"type": "object", "properties": {"x": true}}}]'}, "parameters are not each an object"),
+    ({"tools": '[{"name": "f", "parameters": {"type": "dict", "properties": ["x"]}}]'}, "parameters are not each an object")])
 def test_raw_rows_that_cannot_be_used_are_counted(tmp_path, change, reason):
     with pytest.warns(UserWarning, match=reason):
         assert len(load_requests(write(tmp_path / "xlam.jsonl", [XLAM, XLAM | change]))) == 1

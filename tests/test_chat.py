@@ -111,8 +111,26 @@ def test_no_server_no_model_no_address():
         Server("http://127.0.0.1:9/v1", "m", 5, retries=1, backoff_s=0.001)(["?"] * 50)
     with pytest.raises(UserError, match="name the one"):
         Server("http://127.0.0.1:9/v1", "", 5)
-    with pytest.raises(UserError, match="without user or password"):
+    with pytest.raises(UserError, match="holds a user name or password.*a key comes from the environment"):
         Server("http://me:secret@127.0.0.1:9/v1", "m", 5)
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@127.0.0.1:9/v1", "http://me:secret@/v1", "http://me:secret@h:9x/v1", "http://127.0.0.1:9x/v1?api_key=secret",
+                                 "http://127.0.0.1:secret", "http://me:secret\u2100@h/", "http://[::1/v1?api_key=secret", "http://h/v1?api_key=secret word"])
+def test_an_address_that_is_refused_is_not_shown_whole(url):
+    with pytest.raises(UserError, match="address") as caught:
+        Server(url, "m", 5)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_key_in_an_address_is_sent_and_not_shown():
+    with serving(lambda n, h, b: (403, b"GET /v1/chat/completions?api_key=secret is not allowed")) as (url, seen), pytest.raises(UserError, match="refused") as caught:
+        Server(f"{url}?api_key=secret", "m", 5)(["?"])
+    assert seen[0][0] == "/v1/chat/completions?api_key=secret" and "secret" not in str(caught.value) and f"{url}/chat/completions" in str(caught.value)
+    for model, options in (("m", dict(retries=0)), ("", {})):
+        with pytest.raises(UserError, match="the chat server http://127.0.0.1:9/v1") as caught:
+            Server("http://127.0.0.1:9/v1?api_key=secret", model, 5, **options)(["?"])
+        assert "secret" not in str(caught.value)
 
 
 def test_one_failure_ends_the_batch():

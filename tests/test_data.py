@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import UserError
-from common.data import Example, load_examples, order, shared_questions, split_examples, trajectory_seed
+from common.data import Example, load_examples, order, shared_questions, split_examples, training_and_held_out, trajectory_seed
 
 MANY = settings(max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -435,6 +435,19 @@ def test_split_leaves_something_to_train_on():
 
 def test_shared_questions_between_two_files():
     assert shared_questions(examples_of(["Who  drew it?", "3 - 4"]), examples_of(["who drew it", "3 / 4"])) == ["Who  drew it?"]
+
+
+def test_what_two_sources_share_is_not_trained_on(tmp_path, capsys):
+    row = lambda q: {"question": q, "answer": "a"}
+    data = write(tmp_path / "train.jsonl", map(row, ["Who?", "who  ", "Where?", "When?"]))
+    test = write(tmp_path / "test.jsonl", map(row, ["Who", "Why?", "When"]))
+    train, held_out = training_and_held_out(str(data), str(test), 2)
+    assert [e.question for e in train] == ["Where?", "When?"] and [e.question for e in held_out] == ["Who", "Why?"]  # "When" is not held out
+    assert capsys.readouterr().out == (f"2 of 4 questions of --data {data} are also in --eval-data {test}: a run that is given both does not train on them\n")
+    other = write(tmp_path / "other.jsonl", [row("What?")])
+    assert len(training_and_held_out(str(data), str(other), 5)[0]) == 4 and capsys.readouterr().out == ""
+    with pytest.raises(UserError, match="all 4 questions .* give other --eval-data, or fewer --eval-questions"):
+        training_and_held_out(str(data), str(data), 9)
 
 
 # --- seeds ---

@@ -2,6 +2,7 @@
 import json
 import random
 from dataclasses import replace
+from datetime import datetime, timezone
 
 import pytest
 
@@ -14,6 +15,7 @@ from common.search import BM25, Hit, Passage
 from common.tiny import protocols
 from common.tiny.traces import Web
 from common.tiny.world import questions, world
+from common.warmup import as_shown
 from common.web import LocalWeb, Note, Page, PageFailure, by_rule
 from methods import deep_researcher as m
 from tests.helpers import ScriptedEngine
@@ -125,7 +127,8 @@ def test_environment():
     act = lambda text, reason="eos", names=tuple(m.ARGUMENT): m.environment(Turn(text, reason, 0, False), None, names, wrap)
     assert act(SEARCH) == Call("web_search", '["ada"]', wrap)
     assert act(ANSWER) == act(ANSWER, "length") == End("answer")
-    assert act("no call </think>") == End("format") and act(SEARCH, "length") == act("so on", "length") == End("length")
+    assert act("no call </think>") == act("") == End("no_action") and act(SEARCH.replace("</tool_call>", "")) == act(SEARCH + "<answer> cut") == End("format")
+    assert act(SEARCH, "length") == act("so on", "length") == End("length")
     browse = call("browse_webpage", "url_list", '["http://h.example"]')
     assert act(browse) == Call("browse_webpage", '["http://h.example"]', wrap) and act(browse, names=("web_search",)) == End("format")
 
@@ -170,7 +173,7 @@ def test_searching():
         got = run(queries)
         assert isinstance(got, ToolFailure) and got.outcome == outcome and json.loads(str(got)) is not None
         str(got).encode()
-    assert isinstance(run(["bad", "a"]), str)
+    assert isinstance(run(["bad", "a"]), str) and isinstance(run(["a", "bad"]), str) and run(["none", "bad"]).outcome == "bad_query"
 
 
 def test_reading():
@@ -324,6 +327,44 @@ def test_demonstrations_follow_the_protocol_and_are_right():
         assert kinds == ["call"] * 2 * e.meta["hops"] + ["answer"]
         assert total(*((a, wrap(text) if a == "tool" else text) for a, text in segments), gold=e.answers) == 1.0
     assert m.demonstration(Example("e", "Who wrote it?", ("x",), {"world": examples[0].meta["world"]}), tools, "<|im_end|>") is None
+
+
+def test_demonstrations_know_of_a_page_what_the_model_sees():
+    page = "Mira is a painter. " + "She lives. " * 40 + "Her friend is Nadia Orlov."
+    tools = {"web_search": Tool(lambda calls: [m.show([{"search_query": "Mira", "web_page_info_list": [{"title": "Mira", "url": "http://h/1", "quick_summary": "S"}]}])]),
+             "browse_webpage": Tool(lambda calls: [m.show([{"url": "http://h/1", "information": [{"page_number": 1, "page_summary": page}]}])])}
+    shown = {name: as_shown(tool, TOKENIZER, wrap, 110) for name, tool in tools.items()}
+    answered = lambda tools, gold: m.demonstration(Example("e", "What is Mira?", (gold,)), tools, "<|im_end|>")
+    assert answered(tools, "Nadia Orlov") and answered(shown, "Nadia Orlov") is None and answered(tools, "paint") is None
+    segments = answered(shown, "painter")  # in the part of the page that is left
+    assert segments[3][1].endswith("[cut]") and "Orlov" not in segments[3][1] and "<answer> painter </answer>" in segments[-1][1]
+
+
+def test_a_run_keeps_the_day_on_which_it_began(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    class Clock:
+        day = datetime(2030, 1, 31, 23, 59, tzinfo=timezone.utc)
+
+        @classmethod
+        def now(cls, zone):
+            return cls.day
+    monkeypatch.setattr(m, "datetime", Clock)
+    cfg = replace(CFG, name="dated", date="today", steps=1, prompts=1, samples=2, eval_questions=1, eval_every=0, threads=1, max_turns=2)
+    folder = tmp_path / "runs" / "deep_researcher" / "dated"
+    prompts = lambda: {json.loads(line)["prompt"].split("Today is ")[1][:10] for line in (folder / "trajectories.jsonl").read_text().splitlines()}
+    m.train(cfg)
+    Clock.day = datetime(2030, 2, 1, tzinfo=timezone.utc)
+    m.train(replace(cfg, steps=2, resume=True))
+    assert prompts() == {"2030-01-31"} and json.loads((folder / "config.json").read_text())["fields"]["date"]["value"] == "2030-01-31"
+    asked, render = [], m.render
+    monkeypatch.setattr(m, "render", lambda e, tokenizer, system, tools: asked.append(system) or render(e, tokenizer, system, tools))
+    m.train(m.Config(evaluate=str(folder)))
+    assert asked and all("Today is 2030-01-31." in system for system in asked)
+    with pytest.raises(UserError, match="other values of --date"):
+        m.train(replace(cfg, steps=2, resume=True, date="2030-02-01"))
+    m.train(replace(cfg, steps=0))  # begun anew
+    assert prompts() == {"2030-02-01"}
 
 
 def test_what_is_missing_is_said():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -22,9 +22,13 @@ SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_
 def make_model(family="qwen2", seed=0, **changes):
     torch.manual_seed(seed)
     config, cls = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-                   "llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}[family]
-    more = {"qwen2": dict(tie_word_embeddings=True), "qwen3": dict(head_dim=16), "llama": {}, "mistral": {}}[family]
-    return cls(config(**{**SHAPE, **more, **changes})).eval()
+                   "llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
+                   "gemma2": (Gemma2Config, Gemma2ForCausalLM)}[family]
+    more = {"qwen2": dict(tie_word_embeddings=True), "qwen3": dict(head_dim=16), "llama": {}, "mistral": {},
+            "gemma2": dict(head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=1.0, sliding_window=200)}[family]
+    model = cls(config(**{**SHAPE, **more, **changes})).eval()
+    model.set_attn_implementation("eager" if family == "gemma2" else "sdpa")   # as load_model chooses
+    return model
 
 
 def make_tokenizer(pieces=None, decoder=None):
@@ -100,7 +104,7 @@ def play(engine, model, jobs, turns=3, check=True, order=None):
 JOBS = [(prompt(j % 4, (3, 17, 8, 30)[j % 4]), 2 + 3 * j % 8, (1.0, 0.6, 0.0)[j % 3], j) for j in range(10)]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma2"])
 @pytest.mark.parametrize("max_slots", [3, 16])
 def test_logprobs_equal_a_plain_forward_pass(family, max_slots):
     """Ragged batches, shared prompts, three turns with observations, three temperatures; with 3 slots also evictions."""
@@ -116,13 +120,29 @@ def test_logprobs_equal_a_plain_forward_pass(family, max_slots):
     assert not engine._requests and engine._rows == [None] * max_slots
 
 
-def test_bfloat16():
-    model = make_model(initializer_range=0.05).bfloat16()
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_bfloat16(family):
+    model = make_model(family, initializer_range=0.05).bfloat16()
     engine = make_engine(model)
     ids = prompt(1, 20)
     engine.submit(ids, max_new_tokens=10)
     (done,) = drain(engine).values()
     assert_parity(model, ids, done, 1.0, atol=0.1)
+
+
+def test_capped_attention_scores():
+    """Gemma 2, on a step's own path on a CPU and on that of a prefill or a GPU; the probe sees a trainer that leaves the cap out."""
+    model, ids = make_model("gemma2", initializer_range=0.6), prompt(3, 40)
+    engine = make_engine(model)
+    uncapped = copy.deepcopy(model)
+    uncapped.set_attn_implementation("sdpa")
+    assert (plain_logprobs(uncapped, ids) - plain_logprobs(model, ids)).abs().max() > 0.1
+    with pytest.raises(RuntimeError, match="disagree"):
+        engine.probe(uncapped)
+    engine._cache.plan_ragged = lambda *_: None
+    torch.testing.assert_close(torch.tensor(engine.score(ids)), plain_logprobs(model, ids), atol=1e-5, rtol=0)
+    with pytest.raises(UserError, match="gemma2 attends only to the last 64 tokens.*set max_length .now 200. to at most 64"):
+        make_engine(make_model("gemma2", sliding_window=64))
 
 
 def test_score_equals_a_plain_forward_pass():

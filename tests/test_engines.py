@@ -396,6 +396,43 @@ def test_a_rollout_with_tools_adds_up(name):
         assert max(gaps) < 1e-4
 
 
+class NoVLLM:
+    """What VLLMEngine asks of vLLM on a GPU when it sleeps and wakes, noted down."""
+
+    def __init__(self):
+        self.said = []
+        self.llm_engine = self
+
+    def __getattr__(self, name):
+        return lambda *args, **how: self.said.append((name, *how.get("tags", args[:1]))) or True
+
+
+def test_a_sleeping_engine_is_woken_by_a_sync_only(monkeypatch):
+    """Without vLLM or a GPU: a sync from submit would set the counters to zero in a rollout, and wait for ranks that submit nothing."""
+    from types import SimpleNamespace
+
+    from common.vllm_engine import VLLMEngine
+    engine, llm = VLLMEngine.__new__(VLLMEngine), NoVLLM()
+    vars(engine).update(llm=llm, vocab=VOCAB, max_length=LENGTH, device=SimpleNamespace(type="cuda"), _requests={}, _kept={}, _next_rid=0,
+                        _asleep=False, _broken=False, eos_ids=frozenset(), _sampling=lambda **fields: fields, _delta=None, probe=lambda model: 0.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: llm.said.append(("empty_cache",)))
+    load = [("collective_rpc", "load_named"), ("reset_prefix_cache",)]
+    engine.sync(MODELS["qwen2"])
+    assert llm.said == load
+    rid = engine.submit([1, 2], max_new_tokens=1)
+    engine.counters["sampled_tokens"], llm.said[:] = 5, []
+    engine.release(rid)
+    assert llm.said[-1][0] == "sleep" and engine._asleep
+    with pytest.raises(RuntimeError, match=r"call sync\(model\) before every rollout"):
+        engine.submit([1, 2], max_new_tokens=1)
+    assert engine.counters["sampled_tokens"] == 5 and not engine.busy and llm.said[-1][0] == "sleep"
+    llm.said.clear()
+    engine.sync(MODELS["qwen2"])
+    assert llm.said == [("empty_cache",), ("wake_up", "weights"), load[0], ("empty_cache",), ("wake_up", "kv_cache"), load[1],
+                        ("collective_rpc", "clear_cache")]
+    engine.submit([1, 2], max_new_tokens=1)
+
+
 @needs_vllm
 def test_every_setting_that_changes_a_sample_is_given(monkeypatch):
     """A field that a new vLLM adds is looked at by someone before it is trusted."""

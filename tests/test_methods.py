@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.experiments import flags_of
+from common.rollout import ToolCall
 from common.run import describe
 
 FILES = sorted(p for p in Path("methods").glob("*.py") if p.stem != "__init__")
@@ -64,3 +65,19 @@ def test_the_stop_rule_is_asked_for_in_the_same_words_and_a_stop_is_saved_first(
     assert re.search(r"^    resume: bool = .*\n" + re.escape(line), text, re.M)
     logged, saved, stopped = (text.rindex(part) for part in ("run.log_train(", "        if run.signal or ", "run.stop_if_asked(step + 1)"))
     assert logged < saved < text.index("run.save(step + 1, trained)", saved) < stopped
+
+
+@pytest.mark.parametrize("name", ["search_r1", "research", "r1_searcher", "deep_researcher"])
+def test_a_trace_built_by_rule_is_given_results_as_the_model_sees_them(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    m = importlib.import_module(f"methods.{name}")
+
+    class Seen(Exception):
+        pass
+
+    def look(example, tools, *end):
+        search = tools["web_search"] if isinstance(tools, dict) else tools
+        raise Seen(search.run([ToolCall("search", json.dumps([example.question]), example)])[0])
+    monkeypatch.setattr(m, "demonstration", look)
+    with pytest.raises(Seen, match=r"\[cut\]$"):
+        m.train(m.Config(steps=1, prompts=2, samples=2, eval_questions=2, eval_every=0, threads=1, warmup=1, observation_tokens=36))

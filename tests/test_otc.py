@@ -1,7 +1,11 @@
-"""OTC: both environments, the tool reward, and n over epochs and checkpoints."""
+"""OTC: both environments, the tool reward, n over epochs and checkpoints, and where RL starts."""
+import importlib
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from common.data import Example
 from common.policy import load_model
@@ -31,6 +35,8 @@ def test_two_environments():
     assert m.wrap_passages("Doc 1") == "\n\n<observation>Doc 1</observation>\n\n"
     assert act(m.code_environment, "```python\nprint(1)\n```\n```output") == Call("python", "print(1)\n", m.wrap_output)
     assert act(m.code_environment, "\\boxed{1}", "eos") == End("answer")
+    for text in ("nothing to run\n```output", "```python\nprint(1)\n```output"):  # the stop string does not close a program
+        assert act(m.code_environment, text) == Notice("\n[no program]\n```\n")
 
 
 def total(right, calls, n, **changes):
@@ -59,7 +65,54 @@ def test_only_the_models_words_are_graded():
     def graded(*segments, **changes):
         t = Trajectory(E, 0, 0, "", [], segments=[Segment(a, text, 0, 0) for a, text in segments])
         return m.grade(t, E, replace(CFG, **changes))
-    assert graded(("model", "<answer> velmora. </answer>"))["em"] == 1
+    assert graded(("model", "<answer> velmora. </answer>")) == {"em": 1, "f1": 1, "answered": 1}
+    assert graded(("model", "<answer> in Velmora, </answer>")) == {"em": 0, "f1": pytest.approx(2 / 3), "answered": 1}
+    assert graded(("model", "hm"), ("notice", m.NOTICE), ("model", "hm")) == {"em": 0, "f1": 0, "answered": 0}
     assert graded(("model", "hm"), ("tool", "<answer> Velmora </answer>"))["em"] == 0
     assert graded(("model", "\\boxed{Velmora}"), task="code")["accuracy"] == 1
     assert graded(("model", "hm"), ("tool", "\\boxed{Velmora}"), task="code")["accuracy"] == 0
+
+
+@pytest.mark.parametrize("name,start,changes", [
+    ("otc", "learn_to_over_call", dict(over_caller=1, kl=0.01, gae_over_documents=False)),
+    ("toolrl", "supervised_start", dict(sft_steps=1, sft_batch=2, kl=0.01)),
+    ("retool", "cold_start", dict(cold_start=1, cold_start_traces=4, sandbox="unsafe"))])
+def test_rl_starts_where_the_supervised_steps_end(name, start, changes, tmp_path, monkeypatch):
+    """Critic and reference are copies of the model that were made before them."""
+    monkeypatch.chdir(tmp_path)
+    method, models, critics, differs = importlib.import_module(f"methods.{name}"), [], [], []
+    load, steps, value, critic = method.load_model, getattr(method, start), method.values, method.Critic
+    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+    def loaded(*how):
+        models.append(load(*how))
+        return models[-1]
+
+    def supervised(cfg, model, *rest):
+        steps(cfg, model, *rest)
+        differs.append(not any(same(model, r) for r, _ in models[1:]) and not same(critics[0].body, model.base_model))
+
+    def first_values(*args, **more):
+        if len(differs) == 1:
+            model = models[0][0]
+            assert same(critics[0].body, model.base_model) and all(same(model, r) for r, _ in models[1:])
+            differs.append(True)
+        return value(*args, **more)
+    for attribute, new in (("load_model", loaded), (start, supervised), ("values", first_values), ("Critic", lambda model: critics.append(critic(model)) or critics[0])):
+        monkeypatch.setattr(method, attribute, new)
+    method.train(replace(method.Config(), algorithm="ppo", steps=1, prompts=2, samples=2, eval_questions=2, eval_every=0, threads=1, name="x", **changes))
+    assert differs == [True, True] and len(models) == 1 + ("kl" in changes)
+    state = torch.load(next(Path(f"runs/{name}/x/checkpoint").glob("*/state.pt")), weights_only=True)
+    assert ("reference" in state) == ("kl" in changes)  # else a resumed run would be held near the model from before the supervised steps
+
+
+def test_a_run_in_which_observations_are_trained_on_values_them_too(tmp_path, monkeypatch):
+    """Without it they would have an advantage of 0, and only enlarge the denominator of the loss."""
+    monkeypatch.chdir(tmp_path)
+    step, seen = m.policy_step, []
+    monkeypatch.setattr(m, "policy_step", lambda model, optimizer, x, *rest, **more: seen.append(x) or step(model, optimizer, x, *rest, **more))
+    m.train(replace(CFG, algorithm="ppo", steps=1, prompts=4, samples=4, eval_questions=2, eval_every=0, threads=1, mask_observations=False, gae_over_documents=False))
+    x, = seen
+    observed = x.trained_BT & ~x.sampled_BT
+    assert observed.any() and bool((x.advantages_BT[observed] != 0).all())
+    assert json.loads(Path("runs/otc/tiny-seed0/metrics.jsonl").read_text().splitlines()[1])["reward_f1"] >= 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common import UserError
-from common.engine import HFEngine
+from common import UserError, ranks
+from common.engine import make_engine
 from common.plan import SHAPES, Size, memory, model_shape
 from common.policy import TINY_FOLDER, load_model
 from methods import search_r1, toolrl
@@ -72,6 +72,16 @@ def test_on_a_cpu_a_checkpoint_needs_memory_too():
     assert parts["checkpoint"] == 3 * weights and parts["gradients"] == parts["activations"] == parts["logits"] == 0
     assert "checkpoint" not in need(**{**small, "device": "cuda"}) and "checkpoint" not in need(device="cpu", micro_tokens=16384)
     assert need(**small, optimizer_offload=True)["optimiser"] == 2 * weights  # where everything is the CPU's memory, nothing is gained
+    assert need(gpus=4, **small)["checkpoint"] == 2 * parts["checkpoint"]  # rank 0 puts whole tensors together, then writes them
+
+
+def test_capped_attention_holds_its_scores():
+    """Gemma 2: in every layer, or, where layers are computed again, in one of them."""
+    capped = Size.of(model_shape("google/gemma-2-2b"))
+    plain, how, row = replace(capped, scored=0), dict(response_tokens=1536, prompts=8, group=8, reference=False, critic=False), 2048
+    more = lambda **c: memory(capped, replace(CFG, **c), **how)["activations"] - memory(plain, replace(CFG, **c), **how)["activations"]
+    assert capped.scored == 8 and SIZE.scored == 0
+    assert more() == pytest.approx(27 * 8 * 8 * 4 * row ** 2, rel=0.1) and 0 < more(gradient_checkpointing=True) <= 2 * 8 * 8 * 4 * row ** 2
 
 
 def test_gpus_share_the_work():
@@ -82,15 +92,21 @@ def test_gpus_share_the_work():
     assert four["KV cache"] == pytest.approx(one["KV cache"] / 4, rel=0.01) and four["activations"] == one["activations"]
 
 
-def test_the_cache_is_the_engines_to_the_byte():
+@pytest.mark.parametrize("gpus, prompts", [(1, 1), (2, 2), (2, 1)])
+def test_the_cache_is_the_engines_to_the_byte(monkeypatch, gpus, prompts):
+    """Of several ranks each has slots for its share, rounded up."""
     model, tokenizer = load_model("tiny")
-    cfg = replace(search_r1.Config(), prompt_tokens=30, trajectory_tokens=100, prompts=1, samples=3, eval_questions=1)
-    engine = HFEngine(model, tokenizer, max_slots=3, max_length=130, eos_ids=())
+    cfg = replace(search_r1.Config(), prompt_tokens=30, trajectory_tokens=100, prompts=prompts, samples=3, eval_questions=1)
+    with monkeypatch.context() as several:
+        several.setattr(ranks, "world", lambda: gpus)
+        engine = make_engine("hf", model, tokenizer, max_slots=3 * prompts, max_length=130)
+    engine.eos_ids = frozenset()
     for seed in range(3):
         engine.submit(range(5, 35), max_new_tokens=100, seed=seed)
     while engine.busy:
         engine.step()
-    planned = memory(Size.of(model_shape("tiny")), cfg, response_tokens=100, prompts=1, group=3, reference=False, critic=False)["KV cache"]
+    planned = memory(Size.of(model_shape("tiny")), cfg, response_tokens=100, prompts=prompts, group=3, reference=False, critic=False, gpus=gpus)["KV cache"]
+    assert engine.max_slots == -(-3 * prompts // gpus)
     assert sum(t.nbytes for layer in engine._cache.layers.values() for t in layer) == planned
 
 
@@ -100,7 +116,7 @@ def test_what_is_printed(capsys):
     assert "ToolRL, preset tiny: tiny" in shown and "\ncritic " in shown and "\noptimiser " not in shown and "MB per GPU" in shown
     assert "96 generations (96 questions x 1), 96 turns, 0 tool calls, 9,216 sampled tokens" in shown
     assert "50 steps, 4,800 questions, 4,800 generations, 460,800 sampled tokens; 6 evaluations of 200 questions" in shown
-    assert "in the CPU's memory: 41.4 MB while a checkpoint is written, 27.6 MB of the optimiser's running means" in shown
+    assert "in the CPU's memory: 41.4 MB while a checkpoint is written (rank 0 of several: 82.7 MB), 27.6 MB of the optimiser's running means" in shown
 
 
 # ---- the plan beside the truth ----------------------------------------------------------------------------------------

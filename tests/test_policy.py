@@ -312,6 +312,26 @@ def small_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w3", pad_token="w3")
 
 
+def test_capped_attention_is_loaded_with_its_cap(tmp_path):
+    """Gemma 2: SDPA would leave the cap out without a word. Equal prompts are still computed once, and layers again."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**SMALL, attn_logit_softcapping=0.5, query_pre_attn_scalar=8, initializer_range=0.4, sliding_window=64)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    policy.save_policy(tmp_path / "gemma", model, small_tokenizer())
+    loaded = policy.load_model(str(tmp_path / "gemma"))[0]
+    again = policy.load_model(str(tmp_path / "gemma"), gradient_checkpointing=True)[0]
+    assert loaded.config._attn_implementation == policy.Critic(loaded).body.config._attn_implementation == "eager"
+    (ids_BT, mask_BT), starts_B = batch(lengths=(11, 9, 7, 12)), torch.tensor([4, 4, 3, 3])
+    ids_BT[1, :4], ids_BT[3, :3], mask_BT[:, :4] = ids_BT[0, :4], ids_BT[2, :3], False
+    want, _ = plain(model, ids_BT, 1.0)
+    for found in (loaded, again):
+        for starts in (None, starts_B):
+            logp_BT, _ = policy.token_logprobs(found, ids_BT, mask_BT, 1.0, starts_B=starts)
+            torch.testing.assert_close(logp_BT[:, 1:][mask_BT[:, 1:]], want[mask_BT[:, 1:]], rtol=0, atol=1e-5)
+    loaded.set_attn_implementation("sdpa")
+    assert (policy.token_logprobs(loaded, ids_BT, mask_BT, 1.0)[0][:, 1:] - want)[mask_BT[:, 1:]].abs().max() > 0.1
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_saved_and_loaded_is_the_same_policy(kind, tmp_path):
     model, tokenizer = make(kind), small_tokenizer()

@@ -193,6 +193,30 @@ def test_stage_files_can_be_trained_on(tmp_path, monkeypatch):
         m.select(replace(cfg, stage1_questions=9), prompts[:4], lambda p, n, first: sampled(p, n, first, right_at))
 
 
+def test_selection_hands_the_engine_the_weights_before_every_rollout(tmp_path, monkeypatch):
+    """vLLM's engine sleeps after each."""
+    monkeypatch.chdir(tmp_path)
+    done, tiny = [], {e.id: 1 + 4 * (i % 3) for i, e in enumerate(questions("train", 4096))}
+
+    class Engine:
+        def sync(self, model):
+            done.append("sync")
+
+    def rollout(engine, tokenizer, prompts, *rest, samples, step, **how):
+        done.append("rollout")
+        prompts = [replace(p, example=replace(p.example, answers=("Nadia Orlov",))) for p in prompts]
+        return sampled(prompts, samples, step, tiny)
+    monkeypatch.setattr(m, "make_engine", lambda *how, **more: Engine())
+    monkeypatch.setattr(m, "rollout", rollout)
+    cfg = replace(CFG, select=True, name="picked", select_questions=12, samples=4, stage1_questions=2, threads=1)
+    m.train(cfg)
+    assert done == ["sync", "rollout"] * 2 and len(list((tmp_path / "runs" / "r1_searcher" / "picked").iterdir())) == 2
+    for name in ("../picked", "a/b", "/tmp/x", ".", ".."):
+        with pytest.raises(UserError, match="give a plain name"):
+            m.train(replace(cfg, name=name))
+    assert len(done) == 4  # nothing was sampled for them
+
+
 ROWS = {"stage_1.jsonl": [{"idx": 37653, "question": "Which lake lies beside Harwick?", "answer": "Lake Orlov", "pred_anses": ["", " Lake Moss "]},
                           {"idx": 7, "question": "Who drew the lighthouse?", "answer": "Nadia Orlov", "pred_anses": [" Tom "], "gen_text_store": [""]}],
         "stage_2.jsonl": [{"idx": 1, "question": "What do both work as?", "answer": "painter", "gen_text_store": ""},

@@ -58,7 +58,7 @@ def test_environment_searches_or_ends():
     act = lambda text, reason: m.environment(Turn(text, reason, 0, False), None)
     assert act("<think> a </think>\n<search> Velmora </search>", "stop") == Call("search", "Velmora", m.wrap_passages)
     assert act("no opener </search>", "stop") == Call("search", "", m.wrap_passages)  # an empty search is run, as in the original
-    assert act("<answer> x </answer>", "eos") == End("answer") and act("I do not know.", "eos") == End("eos")
+    assert act("<answer> x </answer>", "eos") == End("answer") and act("I do not know.", "eos") == End("no_action")
     assert act("<search> cut", "length") == End("length")
 
 
@@ -93,7 +93,7 @@ def test_only_a_text_that_the_model_ended_is_paid():
         assert total(cut) == 0.0 and total(cut, format_rule="paper") == 1.0
     assert total(trajectory(*LOOK, *box("Tom"), stop="turns")) == 0.0
     after = [*box("Nadia Orlov"), ("model", "\n<search> y </search>"), LOOK[1], ("model", " done")]
-    assert total(trajectory(*LOOK, *after, stop="eos")) == 1.0  # text may follow the answer
+    assert total(trajectory(*LOOK, *after, stop="no_action")) == 1.0  # text may follow the answer
 
 
 def test_a_dialogue_that_the_model_makes_up_is_not_an_end():

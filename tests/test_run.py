@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import random
 import signal
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from common import UserError
-from common.run import METRICS, Run, parse_config, write_atomic
+from common.data import Example
+from common.rollout import ToolCall, Trajectory
+from common.run import METRICS, Run, eval_metrics, parse_config, saved_config, write_atomic
 from methods.search_r1 import PRESETS, Config, train
 from tests.helpers import command
 
@@ -205,3 +208,121 @@ def test_unknown_metrics_are_refused(tmp_path, monkeypatch):
     with pytest.raises(KeyError, match="bananas"):
         run.log("eval", 0, {"bananas": 1.0})
     assert all(isinstance(v, str) and v for v in METRICS.values())
+
+
+def new_run(name="", **options) -> Run:
+    return Run(Config(), method="m", metric="em", total_steps=3, resume=False, name=name, **options)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../..", "a/b", "a/", "{absolute}"])
+def test_a_name_that_is_no_plain_folder_deletes_nothing(tmp_path, monkeypatch, name):
+    """Nothing is deleted even where the check is missing: rmtree is stubbed first, and no name here leads out of tmp_path."""
+    removed = []
+    monkeypatch.setattr("common.run.shutil.rmtree", lambda path, *a, **k: removed.append(path))
+    monkeypatch.chdir(tmp_path)
+    Path("runs/m").mkdir(parents=True)
+    Path("other").mkdir()
+    with pytest.raises(UserError, match="--name .* is one folder in runs/m; give a plain name"):
+        new_run(name.format(absolute=tmp_path / "other"))
+    assert not removed
+
+
+def test_only_a_folder_that_holds_a_run_is_begun_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/m/a").mkdir(parents=True)
+    folder = new_run("a").folder  # it was empty
+    (folder / "model").mkdir()
+    new_run("a")
+    assert [f.name for f in folder.iterdir()] == ["config.json"]
+    Path("runs/m/b").mkdir()
+    Path("runs/m/b/thesis.tex").write_text("years")
+    with pytest.raises(UserError, match="runs/m/b holds something else than a run .* give another --name"):
+        new_run("b")
+    assert Path("runs/m/b/thesis.tex").read_text() == "years"
+
+
+def test_a_checkpoint_of_a_gpu_is_read_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, layer = new_run(), torch.nn.Linear(2, 2)
+    run.before = {"em": 0.0}
+    with monkeypatch.context() as m:
+        m.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        run.save(1, {"model": layer})
+    with monkeypatch.context() as m:  # "cuda:0" is what stands in the file, and a machine without a GPU refuses it
+        m.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(RuntimeError, match="CUDA"):
+            torch.load(run.folder / "checkpoint/step-1/state.pt")
+    there = torch.nn.Linear(2, 2)
+    assert run.restore({"model": there}) == 1 and torch.equal(there.weight, layer.weight)
+    assert run._read_checkpoint()["model"]["weight"].device.type == "cpu"
+
+
+def finished_run(folder: Path, *flags) -> str:
+    """The folder of a run with these flags, as far as --evaluate reads it."""
+    cfg = parse_config(Config, PRESETS, flags)
+    (folder / "model").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"fields": {k: {"value": getattr(cfg, k)} for k in Config.__dataclass_fields__}}))
+    return str(folder)
+
+
+def evaluated(folder: str, *flags) -> Config:
+    cfg = parse_config(Config, PRESETS, ["--evaluate", folder, *flags])
+    return saved_config(Config, cfg.evaluate, cfg)
+
+
+def test_evaluate_takes_the_runs_settings_but_for_the_flags_that_are_given(tmp_path):
+    folder = finished_run(tmp_path, "--preset", "paper", "--stop-on-collapse", "--eval-questions", "500", "--threads", "3")
+    saved, default = evaluated(folder), Config()
+    assert (saved.preset, saved.device, saved.eval_questions, saved.threads, saved.stop_on_collapse) == ("paper", "cuda", 500, 3, True)
+    assert saved.model == str(tmp_path / "model") and saved.evaluate == folder and saved.lr != default.lr
+    cfg = evaluated(folder, "--device", default.device, f"--eval-questions={default.eval_questions}", "--no-stop-on-collapse", "--eval_data", "q.jsonl")
+    assert (cfg.device, cfg.eval_questions, cfg.stop_on_collapse, cfg.eval_data) == ("cpu", default.eval_questions, False, "q.jsonl")
+    assert (cfg.preset, cfg.threads, cfg.lr) == ("paper", 3, saved.lr)
+    built = saved_config(Config, folder, Config(evaluate=folder, seed=7))  # in Python
+    assert (built.seed, built.device) == (7, "cuda")
+
+
+def test_evaluate_refuses_another_preset_or_model(tmp_path):
+    folder = finished_run(tmp_path, "--preset", "paper", "--threads", "3")
+    assert evaluated(folder, "--preset", "paper").threads == 3
+    for flag in (["--preset", "tiny"], ["--model", "tiny"]):
+        with pytest.raises(UserError, match=f"it was trained with {flag[0]} .*leave out {flag[0]}"):
+            evaluated(folder, *flag)
+
+
+@pytest.mark.parametrize("method", sorted(p.stem for p in (ROOT / "methods").glob("*.py") if p.stem != "__init__"))
+def test_no_flag_looks_like_the_opposite_of_another(method):
+    """`parse_config` takes --no-x for x."""
+    names = set(__import__(f"methods.{method}", fromlist=["Config"]).Config.__dataclass_fields__)
+    assert not [n for n in names if f"no_{n}" in names] and "given" not in names
+
+
+def replies(outcome: str, counts: list[int], stop: str = "length") -> list[Trajectory]:
+    """Trajectories of one turn with so many calls each."""
+    example = Example("e", "?", ("gold",), {})
+    return [Trajectory(example, i, 0, "", [], turns=1, stop=stop, calls=[ToolCall("f", "{}", example, outcome)] * n) for i, n in enumerate(counts)]
+
+
+def test_no_rate_of_usable_calls_where_calls_are_only_compared():
+    parts = [{"accuracy": 1.0, "names": 1.0, "format": 1.0, "total": 1.0}, {"accuracy": 0.0, "names": 0.0, "format": 0.0, "total": 0.0}]
+    for counts in ([20, 0], [0, 0]):
+        assert math.isnan(eval_metrics("accuracy", replies("not_run", counts), parts)["valid_call_rate"])
+    run = [{"accuracy": 1.0, "total": 1.0}] * 2
+    assert eval_metrics("accuracy", replies("ok", [1, 0]), run)["valid_call_rate"] == 0.5
+
+
+def test_right_calls_among_the_replies_in_the_asked_form():
+    form = lambda accuracy, form, **more: {"accuracy": accuracy, "names": 1.0, "format": form, "total": 0.0, **more}
+    metrics = lambda parts: eval_metrics("accuracy", replies("not_run", [1] * len(parts)), parts)
+    assert metrics([form(1.0, 1.0), form(0.0, 1.0), form(0.0, 1.0), form(1.0, 0.0)])["accuracy_if_format"] == pytest.approx(1 / 3)
+    assert math.isnan(metrics([form(1.0, 0.0)])["accuracy_if_format"]) and "accuracy_if_format" in METRICS
+    both = metrics([form(1.0, 1.0, answered=1.0)])  # R1-Searcher has both
+    assert "accuracy_if_answered" in both and "accuracy_if_format" not in both
+
+
+@pytest.mark.parametrize("target", [["run", "METHOD=torl"], ["eval", "RUN=runs/torl/x"]])
+def test_make_run_and_eval_take_engine_and_ranks(target):
+    said = lambda *words: subprocess.run(["make", "-n", "-o", "setup", "-C", str(ROOT), *target, *words], capture_output=True, text=True, check=True).stdout
+    assert "torch.distributed.run --standalone --nproc_per_node=2 -m methods." in said("RANKS=2")
+    assert "--seed 1 --engine vllm" in said("ENGINE=vllm", "ARGS=--seed 1") and ".vllm-venv/bin/python" in said("ENGINE=vllm")
+    assert "torch.distributed" not in said() and "--engine" not in said()

@@ -67,6 +67,19 @@ def one(box, program: str) -> Outcome:
     return box.run([program])[0]
 
 
+@pytest.mark.parametrize("ranks, given, workers", [(None, None, 8), (3, None, 2), (16, None, 1), (3, 5, 5)])
+def test_ranks_on_one_machine_share_its_cores(monkeypatch, ranks, given, workers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks)) if ranks else monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def opened(isolated, limits, workers, packages):
+        raise UserError(f"{workers} workers")
+
+    monkeypatch.setattr(sandbox, "LocalSandbox", opened)
+    with pytest.raises(UserError, match=f"^{workers} workers"):
+        open_sandbox("unsafe", workers=given)
+
+
 # ---- programs that try something and say how it went --------------------------------------------------------------------------------
 # Each prints REACHED if it succeeds, the exception's name if it is held off.
 TRY = """

@@ -373,9 +373,10 @@ def test_bad_addresses(url):
         RemoteRetriever(url)
 
 
-def test_passwords_are_not_taken_nor_shown():
-    with pytest.raises(UserError) as caught:
-        RemoteRetriever("http://me:secret@host:1")
+@pytest.mark.parametrize("url", ["http://me:secret@host:1", "http://me:secret@host:1x", "ftp://me:secret@host", "http://host:1x?key=secret", "http://host/a b?key=secret"])
+def test_passwords_are_not_taken_nor_shown(url):
+    with pytest.raises(UserError, match="host") as caught:
+        RemoteRetriever(url)
     assert "secret" not in str(caught.value)
 
 

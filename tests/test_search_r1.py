@@ -4,13 +4,17 @@ from pathlib import Path
 
 import pytest
 
+import torch
+
 from common.data import Example
 from common.policy import load_model
-from common.rollout import Call, End, Notice, Segment, Trajectory, Turn
+from common.rollout import Call, End, Notice, Segment, Tool, ToolCall, ToolFailure, Trajectory, Turn
 from common.search import Passage
 from common.tiny import protocols
 from common.tiny.world import questions
 from common.tools import search_tool
+from common.update import demonstration_row
+from common.warmup import as_shown, found_by_rule
 from methods import search_r1 as m
 from tests.check_vectors import run_folder
 
@@ -113,7 +117,6 @@ def test_demonstrations_follow_the_protocol_and_their_results_are_not_learned():
         assert [a for a, _ in segments] == ["model", "tool", "model"]
         assert m.parse_action(segments[0][1])[1] == "search" and m.parse_action(segments[2][1])[1] == "answer"
     _, tokenizer = load_model("tiny")
-    from common.update import demonstration_row
     ids, mask = demonstration_row("Q", found[0], tokenizer, m.wrap_passages, 160)
     learned = tokenizer.decode([i for i, k in zip(ids, mask) if k])
     assert learned == found[0][0][1] + found[0][2][1] and len(ids) == len(mask)
@@ -124,3 +127,55 @@ def test_after_supervised_steps_the_kl_is_to_the_model_they_end_with(tmp_path, m
     m.train(m.Config(steps=1, prompts=2, samples=2, eval_questions=2, eval_every=0, warmup=1, warmup_traces=4, warmup_lr=1e-3, kl=0.1, threads=1))
     rows = [json.loads(line) for line in (tmp_path / "runs/search_r1/tiny-seed0/metrics.jsonl").read_text().splitlines()]
     assert [r["kl"] for r in rows if r["kind"] == "train"] == [0.0] and any(r["kind"] == "warmup" for r in rows)
+
+
+SMALL = dict(steps=1, prompts=2, samples=4, eval_questions=2, eval_every=0, threads=1)
+
+
+def test_after_supervised_steps_the_critic_starts_where_rl_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    warm_up, values, same = m.warm_up, m.values, []
+
+    def warmed(cfg, model, *rest):
+        warm_up(cfg, model, *rest)
+        monkeypatch.setattr(m, "values", lambda critic, *a, **k: same.append(
+            all(torch.equal(x, critic.body.state_dict()[name]) for name, x in model.base_model.state_dict().items())) or values(critic, *a, **k))
+    monkeypatch.setattr(m, "warm_up", warmed)
+    m.train(m.Config(**SMALL, algorithm="ppo", warmup=1, warmup_traces=4, warmup_lr=1e-3))
+    assert same == [True]
+
+
+@pytest.mark.parametrize("masked,documents", [(True, True), (True, False), (False, False)])
+def test_gae_goes_over_what_is_trained_or_over_all(tmp_path, monkeypatch, masked, documents):
+    monkeypatch.chdir(tmp_path)
+    gae, seen, observed = m.losses.gae, [], []
+    monkeypatch.setattr(m.losses, "gae", lambda rewards, values, steps, *rest: seen.append(steps) or gae(rewards, values, steps, *rest))
+    step = m.policy_step
+    monkeypatch.setattr(m, "policy_step", lambda model, optimizer, x, *a, **k: observed.append(x) or step(model, optimizer, x, *a, **k))
+    m.train(m.Config(**SMALL, algorithm="ppo", mask_observations=masked, gae_over_documents=documents))
+    x, = observed
+    assert torch.equal(seen[0], x.trained_BT) == (not documents) and bool((x.sampled_BT != seen[0]).any()) == (documents or not masked)
+
+
+def looked_up(text: str | None, *golds: str, question: str = "What is Mira?"):
+    return found_by_rule(Example("e", question, golds), Tool(lambda calls: [text] * len(calls)))
+
+
+def test_a_trace_answers_with_whole_words_of_the_result():
+    assert looked_up("Technology is known.", "no") is None and looked_up("She said no.", "no") == ("Mira", "She said no.", "no")
+    assert looked_up("Mira is a painter.", "paint", "The Painter!")[2] == "The Painter!" and looked_up("Mira lives in Port-Selby.", "Selby")
+    assert looked_up("The a.", "the") is None and looked_up(None or "", "x") is None  # an answer without words
+
+
+def test_a_trace_knows_no_more_of_a_result_than_the_model_sees():
+    _, tokenizer = load_model("tiny")
+    text = m.render_passages([Passage("1", f'"Mira"\nMira is a painter. {"She lives. " * 40} Her friend is Nadia Orlov.')])
+    example, tool = Example("e", "What is Mira?", ("Nadia Orlov",)), Tool(lambda calls: [text] * len(calls), batch=7)
+    shown = as_shown(tool, tokenizer, m.wrap_passages, 60)
+    assert found_by_rule(example, tool) and found_by_rule(example, shown) is None and shown.batch == 7
+    seen = found_by_rule(replace(example, answers=("painter",)), shown)[1]
+    assert seen.endswith("[cut]") and "Orlov" not in seen
+    row = lambda t: demonstration_row("Q", [("tool", t)], tokenizer, m.wrap_passages, 60)
+    assert row(seen) == row(text) and len(row(seen)[0]) <= 61  # what is learned on is the same as before
+    failing = as_shown(Tool(lambda calls: [ToolFailure("no page"), None]), tokenizer, str, 60)
+    assert failing.run([ToolCall("search", "x", example)] * 2) == ["no page", ""]

@@ -161,7 +161,7 @@ SAME = [("Train", "1."), ("Train", "5."), ("Train", "end")]
 @pytest.mark.parametrize("name", ["otc", "torl", "retool", "toolrl", "tool_n1", "research", "deep_researcher"])
 def test_where_no_paper_differs_the_files_do_not(name):
     """Sampling, logging and the end are the same words. What a method has to add there is one line, and each is named here."""
-    own = {("otc", "1."): ["stop=stop"], ("otc", "end"): ["if sandbox:", "sandbox.close()"], ("torl", "end"): ["sandbox.close()"], ("retool", "end"): ["sandbox.close()"],
+    own = {("otc", "1."): ["stop=stop"], ("retool", "1."): ["stop=stop"], ("otc", "end"): ["if sandbox:", "sandbox.close()"], ("torl", "end"): ["sandbox.close()"], ("retool", "end"): ["sandbox.close()"],
            ("research", "5."): ["floor_PG = ", "floor_groups"], ("deep_researcher", "1."): ["sync()", "pool, samples", "seed=cfg.seed"]}
     left, right = ({p.key: p for p in s.places((s.METHODS / f"{m}.py").read_text())} for m in ("search_r1", name))
     for key in SAME:

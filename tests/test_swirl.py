@@ -73,6 +73,11 @@ def play(tokenizer, say, example=TWO_HOPS, task="search", turns=5, samples=1, en
     return found
 
 
+def test_an_empty_search_counts_as_empty_and_says_so(tokenizer):
+    t, = play(tokenizer, lambda ids, seed: "<search_query> qqq </search_query>", turns=1)
+    assert [c.outcome for c in t.calls] == ["empty"] and t.segments[1].text == f"{GLUE[0]}qqq -> nothing found{GLUE[1]}"
+
+
 def talker(tokenizer, *messages):
     """Says the messages in turn, whatever it is shown."""
     return lambda ids, seed: messages[min(tokenizer.decode(ids).count("<|im_start|>assistant") - 1, len(messages) - 1)]
@@ -111,6 +116,7 @@ def test_offline_steps_sample_one_message_in_the_saved_state_and_run_nothing(tok
     ends = lambda text, reason="eos": m.offline(Turn(text, reason, 0, True), None, "search").reason
     assert [ends("<answer> x </answer>"), ends("hm"), ends("<math_exp> 1 </math_exp>"), ends("<search_query> a </search_query>", "length")] == [
         "answer", "no_action", "no_action", "length"]
+    assert ends("<answer> x </answer> and", "length") == "answer"  # cut, but the answer is whole: the judge decides
 
 
 def test_filters():
@@ -270,3 +276,19 @@ def test_a_run_goes_on_with_the_same_bits_after_a_stop_in_generation_and_in_trai
     assert len(losses) == 1 and losses[0] > 0
     with pytest.raises(UserError, match="not this model's"):
         m.train(replace(SMALL, name="other", items="runs/swirl/whole/items.jsonl", prompt_tokens=100, trajectory_tokens=5))
+
+
+def test_generation_hands_the_engine_the_weights_before_every_batch(tmp_path, monkeypatch):
+    """vLLM's engine sleeps after each."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(m, "AT_ONCE", 8)
+    done, sync, rollout = [], HFEngine.sync, m.rollout
+    monkeypatch.setattr(HFEngine, "sync", lambda self, model: done.append("sync") or sync(self, model))
+    monkeypatch.setattr(m, "rollout", lambda *a, **k: done.append("rollout") or rollout(*a, **k))
+
+    def stop(items, cfg):
+        raise Interrupted("enough")
+    monkeypatch.setattr(m, "select", stop)
+    with pytest.raises(Interrupted):
+        m.train(replace(SMALL, name="synced", questions=6, per_question=4))
+    assert done[-6:] == ["sync", "rollout"] * 3 and done.count("rollout") == 3

@@ -111,3 +111,13 @@ def test_gold_replies_earn_everything():
         gold = json.loads(e.answers[0])
         assert score(m.gold_reply(e), gold, strict=True)["total"] == 1
         assert totals(m.gold_reply(e, think=False), gold)[:2] == [0, 1]
+
+
+@pytest.mark.parametrize("no_call", [False, True])
+def test_held_out_rows_are_read_like_those_that_are_trained_on(tmp_path, no_call):
+    """Also where the training requests are the tiny world's: without --no-call-turns ToolACE's turns that do not call are no requests."""
+    path = tmp_path / "toolace.jsonl"
+    path.write_text(json.dumps({"system": '[{"name": "f", "parameters": {"type": "dict", "properties": {"x": {"type": "int"}}}}]', "conversations": [
+        {"from": "user", "value": "Go."}, {"from": "assistant", "value": "[f(x=1)]"}, {"from": "tool", "value": "1"}, {"from": "assistant", "value": "Done."}]}))
+    _, held_out = m.load_data(replace(CFG, eval_data=str(path), no_call_turns=no_call))
+    assert [e.answers[0][:2] for e in held_out] == ["[{", "[]"][:1 + no_call]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common import scoring
+from common import UserError, scoring
 from common.data import Example
 from common.policy import load_model
 from common.rollout import Budget, Segment, ToolPool, Trajectory, make_prompts, rollout
@@ -63,6 +63,15 @@ def test_tools_are_numbered_and_say_all_their_schema_says():
              {"name": "g", "description": "", "parameters": {"type": "object", "properties": {}}}]
     assert m.list_tools(tools) == ('1. Name: f\nDescription: d\nParameters: {"x": {"description": "", "type": "string", "default": "", "enum": ["a"]}}\n'
                                    "2. Name: g\nDescription: \nParameters: {}")
+
+
+def test_held_out_rows_are_read_like_those_that_are_trained_on(tmp_path):
+    """Also where the training requests are the tiny world's: else the evaluation stops on what it cannot read."""
+    path = tmp_path / "held_out.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "Hi"}], "reward_model": {"ground_truth": "<tool_call>\nnot json\n</tool_call>"}}))
+    for data in ("tiny", str(path)):
+        with pytest.raises(UserError, match="1 of 1 rows .*its ground truth cannot be read"):
+            m.load_data(replace(CFG, data=data, eval_data=str(path)))
 
 
 # --- environment ---

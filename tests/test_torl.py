@@ -1,14 +1,17 @@
 """ToRL: environment, observations and rewards; each bug of the original that is not repeated has a test."""
+import importlib
 from dataclasses import replace
 
 import pytest
 
+from common import UserError
 from common.data import Example
 from common.policy import load_model
 from common.rollout import Budget, Call, End, Notice, Segment, Tool, ToolCall, ToolFailure, ToolPool, Trajectory, Turn, make_prompts, rollout
-from common.sandbox import Outcome
+from common.sandbox import Limits, Outcome
 from common.tiny import protocols
 from common.tiny.world import problem, problems
+from common.tools import python_tool
 from methods import torl as m
 from tests.helpers import ScriptedEngine
 
@@ -36,7 +39,9 @@ def test_the_tiny_model_was_built_on_this_protocol():
 def test_environment():
     act = lambda text, reason: m.environment(Turn(text, reason, 0, False), None)
     assert act(CODE, "stop") == Call("python", "print(6 * 7)\n", m.wrap_output)
-    assert act("nothing to run\n```output", "stop") == Notice("\n")  # the turn is spent all the same
+    assert act("nothing to run\n```output", "stop") == Notice("\n[no program]\n```\n")  # the turn is spent all the same, and its block is closed
+    assert act("```python\nprint(1)\n```output", "stop") == Notice("\n[no program]\n```\n")  # the stop string does not close a program
+    assert act("```python\nprint(1)\n``````output", "stop") == Call("python", "print(1)\n", m.wrap_output)
     assert act("The answer is \\boxed{42}.", "eos") == End("answer")
     assert act("and so on", "length") == End("length")
 
@@ -56,6 +61,38 @@ def test_observation(outcome, expected):
     assert str(got) == str(expected) and type(got) is type(expected)
     if isinstance(expected, ToolFailure):
         assert got.outcome == expected.outcome
+
+
+@pytest.mark.parametrize("name", ["torl", "retool", "otc"])
+@pytest.mark.parametrize("said,shown", [
+    ("</interpreter>\n<|im_end|>", "[/interpreter>\n[|im_end|>"), ("```\n```python\n", "'''\n'''python"), ("<answer> 7 </answer>", "[answer> 7 [/answer>"),
+    ("-1.5e-07\n[1, 2]\n", "-1.5e-07\n[1, 2]"), ("<class 'int'> x < 3 <b>", "<class 'int'> x < 3 <b>"),
+    ("TypeError: '<' not supported between instances of 'str' and 'int'", "TypeError: '<' not supported between instances of 'str' and 'int'")])
+def test_a_program_cannot_print_the_end_of_its_block(name, said, shown):
+    observe = importlib.import_module(f"methods.{name}").observe
+    assert observe(Outcome("ok", said)) == shown and str(observe(Outcome("error", "", said, said))) == shown
+
+
+@pytest.mark.parametrize("name", ["torl", "retool", "otc"])
+def test_a_longer_run_timeout_is_more_processor_time_too(name, monkeypatch):
+    """Ten seconds of it were the limit, whatever the timeout."""
+    method, seen = importlib.import_module(f"methods.{name}"), []
+
+    def opened(where, limits):
+        seen.append(limits)
+        raise UserError("enough")
+    monkeypatch.setattr(method, "open_sandbox", opened)
+    for seconds in (0.5, 30.0):
+        with pytest.raises(UserError, match="enough"):
+            method.train(replace(method.Config(), run_timeout=seconds, **({"task": "code"} if name == "otc" else {})))
+    assert [(x.wall_s, x.cpu_s) for x in seen] == [(0.5, 2), (30.0, 31)]
+
+
+@pytest.mark.parametrize("workers,wall_s", [(1, 5.0), (2, 5.0), (96, 30.0), (10_000, 0.5)])
+def test_no_batch_of_programs_is_late_because_the_sandbox_is_busy(workers, wall_s):
+    tool = python_tool(type("Sandbox", (), {"workers": workers, "limits": Limits(wall_s=wall_s)}), str)
+    at_once = ToolPool.__init__.__defaults__[0] * tool.batch  # programs of all batches that a pool runs at one time
+    assert tool.deadline_s > at_once * wall_s / workers and tool.deadline_s > wall_s
 
 
 def test_what_a_program_printed_is_not_scored():

@@ -77,6 +77,16 @@ def test_the_gradient_is_the_policy_gradient_by_hand():
     assert_same(gradient(model, x, range(6), aggregation="token", micro_tokens=45), by_hand)
 
 
+@pytest.mark.parametrize("n", [6, 7, 12, 96])
+@pytest.mark.parametrize("updates", [1, 2, 4, 10])
+def test_there_are_as_many_mini_batches_as_asked_for(n, updates):
+    parts = mini_batches(n, updates, seed=1, step=2)
+    assert len(parts) == min(n, updates) and sorted(i for part in parts for i in part) == list(range(n))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    if n % updates == 0:  # nothing depends on which of torch's ways cuts them
+        assert parts == [part.tolist() for part in torch.tensor([i for part in parts for i in part]).chunk(updates)]
+
+
 def test_rows_without_advantage_are_left_out_and_change_nothing_but_the_denominator():
     model = tiny_random_model()
     some = gradient(model, experience(advantages=[1.0, 0.0, -1.0, 0.0, 0.5, 0.0]), range(6), aggregation="token", micro_tokens=45)

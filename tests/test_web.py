@@ -12,6 +12,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -263,6 +264,18 @@ def test_pages_that_take_a_parser_too_long(monkeypatch):
         slow.text(page)
     assert caught.value.outcome == "timeout"
     assert slow.text(HTML.decode()) == "Ada wrote it in 1843."  # and the next page is read as if nothing had been
+
+
+def test_the_extractor_gets_no_keys(monkeypatch):
+    for name in ("SERPER_API_KEY", "SEARCH_API_KEY", "OPENAI_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "very-secret")
+    own = Extractor(workers=1)
+    assert own.text(HTML.decode()) == "Ada wrote it in 1843."
+    process = own._free.get()
+    environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+    process.kill()
+    process.wait()
+    assert b"PATH=" in environment and b"very-secret" not in environment
 
 
 def test_a_dead_extractor_is_replaced():
@@ -526,6 +539,16 @@ def test_serper_needs_its_key(monkeypatch):
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     with pytest.raises(UserError, match="SERPER_API_KEY"):
         WebSearch()
+
+
+@pytest.mark.parametrize("url, key", [("https://google.serper.dev", "serper"), ("https://SERPER.dev/search", "serper"), ("https://evilserper.dev", "other"),
+                                      ("https://serper.dev.evil.example", "other"), ("https://evil.example/serper.dev", "other")])
+def test_serpers_key_goes_to_serper_alone(monkeypatch, url, key):
+    monkeypatch.setenv("SERPER_API_KEY", "serper")
+    monkeypatch.setenv("SEARCH_API_KEY", "other")
+    assert WebSearch(url).remote._headers == {"X-API-KEY": key}
+    with pytest.raises(UserError, match="is not an address"):
+        WebSearch("http://[::1")
 
 
 def test_the_key_is_never_shown(monkeypatch):
