@@ -62,9 +62,9 @@ def method_table(m: Method) -> str:
 
 def whole(methods: Sequence[Method]) -> str:
     """docs/settings.md."""
-    out = ["# Every setting of every method", "Written by `make settings_table ARGS=--write` from the method files; not to be edited. The published value stands under *paper* or *official code*, "
-           "with its place in brackets; where both cells are empty nothing is published, or nothing that could be. *ours* are our presets: `=` where they have the published "
-           "value. What a setting means: `make search_r1 ARGS=\"--help\"`, and so for every method."]
+    out = ["# Every setting of every method", "Written by `make settings_table ARGS=--write` from the method files; not to be edited. The published value stands under *paper* or *official "
+           "code* (for OTC, which has none, Search-R1's and ToRL's), with its place in brackets; where both cells are empty nothing is published, or nothing that could be. "
+           "*ours* are our presets: `=` where they have the published value. What a setting means: `make search_r1 ARGS=\"--help\"`, and so for every method."]
     for m in methods:
         out += [f"## {m.title}", method_table(m)]
     return "\n\n".join(out) + "\n"
