@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import parse_qsl
 
 from common import UserError
 from common.engine import HFEngine
@@ -123,8 +124,7 @@ class Server:
         if answer.status in (408, 429) or answer.status >= 500:
             raise _Transient(f"HTTP {answer.status}")
         if answer.status != 200:
-            said = _clip(hidden(answer.body.decode("utf-8", "replace"), key, e.path.partition("?")[2]).encode())
-            raise UserError(f"the chat server {self.url} refused the request (HTTP {answer.status}, {said}): check address, model name "
+            raise UserError(f"the chat server {self.url} refused the request (HTTP {answer.status}, {self._said(answer.body)}): check address, model name "
                             f"{self.model!r} and the key in ${KEY}")
         return answer.body
 
@@ -134,9 +134,14 @@ class Server:
             if content is not None and not isinstance(content, str):
                 raise TypeError("the content is no text")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UserError(f"the chat server {self.url} sent something else than a chat completion ({type(error).__name__}: {_clip(raw)}): check "
+            raise UserError(f"the chat server {self.url} sent something else than a chat completion ({type(error).__name__}: {self._said(raw)}): check "
                             "the address") from error
         return content or ""
+
+    def _said(self, raw: bytes) -> str:
+        """The beginning of an answer, without the secrets of the request that it may quote."""
+        query = self._endpoint.path.partition("?")[2]
+        return _clip(hidden(raw.decode("utf-8", "replace"), os.environ.get(KEY, ""), query, *(value for _, value in parse_qsl(query))).encode())
 
 
 def _clip(raw: bytes) -> str:

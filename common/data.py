@@ -364,21 +364,21 @@ def split_examples(examples: Sequence[Example], n_eval: int, seed: int) -> tuple
     return parts
 
 
-def training_and_held_out(data: str, eval_data: str, n_eval: int, load: Callable[..., list[Example]] = load_examples) -> tuple[list[Example], list[Example]]:
+def training_and_held_out(data: str, eval_data: str, n_eval: int, load: Callable[..., list[Example]] = load_examples, trains: bool = True) -> tuple[
+        list[Example], list[Example]]:
     """(training questions, held-out questions) of a run: `n_eval` from another source if one is given, else split off. No question is on both
-    sides: of two sources, what they share is not trained on."""
+    sides: of two sources, what they share is not trained on (without `trains` only the held-out questions are wanted)."""
     if not data:
         raise UserError("this preset needs --data (questions: a .jsonl, .json or .parquet file, or a hub data set id)")
     if eval_data:
         train, held_out = load(data), load(eval_data, split="test", limit=n_eval)
         shared = set(shared_questions(train, held_out))
         kept = [e for e in train if e.question not in shared]
-        if not kept:
+        if trains and not kept:
             raise UserError(f"all {len(train)} questions of --data {data} are among the held-out ones of --eval-data {eval_data}: give other --eval-data, or "
                             "fewer --eval-questions")
-        if shared:
-            print(f"{len(train) - len(kept)} of {len(train)} questions of --data {data} are also in --eval-data {eval_data}: a run that is given both does not "
-                  "train on them", flush=True)
+        if trains and shared:
+            print(f"{len(train) - len(kept)} of {len(train)} questions of --data {data} are also in --eval-data {eval_data}, and are not trained on", flush=True)
         return kept, held_out
     return split_examples(load(data), n_eval, seed=0)
 

@@ -6,7 +6,7 @@
         for done in engine.step():
             ...                                    # done.ids, done.logprobs, done.text, done.reason
     engine.submit(prompt_ids + done.ids + observation_ids, max_new_tokens=64, resume=done.rid)   # prefills the observation only
-    engine.sync(model)                             # after every weight update: re-link the weights, forget the cache, compare log-probs
+    engine.sync(model)                             # before every rollout: re-link the weights, forget the cache, compare log-probs
 
 How it works. The cache has `max_slots` rows. Running requests sit in rows 0..n-1, so that a decode step reads one contiguous view; finished
 requests that wait for a tool are moved behind them and cost nothing. Equal prompts (the samples of a group) are prefilled once: their keys,

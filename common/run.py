@@ -59,7 +59,7 @@ METRICS = {
     "em_if_answered": "exact match among the trajectories that gave an answer in its tags",
     "calls": "mean tool calls per trajectory",
     "calls_*": "mean tool calls on questions that need this many look-ups, or problems of this kind",
-    "valid_call_rate": "share of model turns, other than answers, that were a usable tool call",
+    "valid_call_rate": "share of model turns, other than answers, that were a usable tool call; no number where calls are only compared",
     "call_*": "share of tool calls with this outcome: ok, empty, error, timeout, memory, or why a web page could not be read; not_run where the method runs none",
     "code": "share of trajectories that hold a program",
     "pass_right": "share of tool calls that ran without an error, in trajectories with a right answer",
@@ -529,7 +529,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], parts: Sequence[dict], m
     n = max(1, len(trajectories))
     calls = [(c, p) for t, p in zip(trajectories, parts) for c in t.calls]
     sampled = sum(sum(t.mask) for t in trajectories)
-    not_answers = 0 if parts and "names" in parts[0] else sum(t.turns - (t.stop == "answer") for t in trajectories)  # a reply whose calls are only compared is an answer
+    compared = parts and "names" in parts[0] or calls and all(c.outcome == "not_run" for c, _ in calls)  # written, not run: none is unusable
+    not_answers = 0 if compared else sum(t.turns - (t.stop == "answer") for t in trajectories)
     out = {"calls": len(calls) / n, "turns": sum(t.turns for t in trajectories) / n, "response_tokens": sampled / n,
            "tool_tokens": (sum(len(t.ids) for t in trajectories) - sampled) / n, "repetition": repetition(trajectories),
            **{f"call_{kind}": mean(c.outcome == kind for c, _ in calls) for kind in sorted({"ok", *(c.outcome for c, _ in calls)})},

@@ -70,7 +70,7 @@ class SandboxDown(UserError):
 class Limits:
     """What one program may use. Past wall_s or cpu_s the outcome is `timeout`, past memory_mb usually `memory`; the rest are OSErrors."""
     wall_s: float = 10.0  # seconds from the program's start, waiting for a free worker not counted
-    cpu_s: int = 10  # whole seconds of one process
+    cpu_s: int | None = None  # whole seconds of one process; None: wall_s and a little more, so that wall_s ends a program first
     memory_mb: int = 1024  # address space of one process, on top of the interpreter's own
     tasks: int = 32  # threads and processes together
     fork: bool = False  # may start processes (forks; never other programs), each with its own memory_mb and cpu_s
@@ -82,8 +82,10 @@ class Limits:
 
     def __post_init__(self):
         for name, value in asdict(self).items():
-            if name != "fork" and not 0 < value < 1 << 30:
+            if name != "fork" and value is not None and not 0 < value < 1 << 30:
                 raise UserError(f"the sandbox limit {name} must be above 0 and below {1 << 30:,}, not {value}")
+        if self.cpu_s is None:
+            object.__setattr__(self, "cpu_s", math.ceil(self.wall_s) + 1)
         if self.cpu_s != int(self.cpu_s):
             raise UserError(f"the sandbox limit cpu_s must be whole seconds, not {self.cpu_s}")
 

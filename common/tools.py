@@ -28,11 +28,11 @@ def search_tool(corpus: str, topk: int, render: Callable[[list[Passage]], str]) 
 def python_tool(sandbox, show: Callable[[Outcome], str | ToolFailure]) -> Tool:
     """Programs run in a sandbox of common/sandbox.py, each a process of its own: no call sees what another one defined.
 
-    The sandbox ends every program itself. The deadline is for one that hangs: past what eight full batches, as many as a ToolPool runs at once, take
-    if every program needs all its seconds and the 30 that the sandbox waits for its worker. No program is late because others are slow."""
-    batch = 256
+    The sandbox ends every program itself; the deadline is for a sandbox that hangs. It lies beyond what eight full batches take (as many as a ToolPool
+    runs at once) if every program uses all its seconds, so no program is late because others are slow."""
+    batch = 64
     return Tool(lambda calls: [show(outcome) for outcome in sandbox.run([c.argument for c in calls])], batch=batch,
-                deadline_s=math.ceil(8 * batch / sandbox.workers) * (sandbox.limits.wall_s + 30))
+                deadline_s=60 + math.ceil(8 * batch / sandbox.workers) * (sandbox.limits.wall_s + 1))
 
 
 def calculator_tool() -> Tool:

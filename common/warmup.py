@@ -7,7 +7,7 @@ from dataclasses import replace
 from common import UserError
 from common.data import Example, order
 from common.policy import lr_at, make_optimizer
-from common.rollout import Tool, ToolCall, fit
+from common.rollout import Tool, ToolCall, ToolFailure, fit
 from common.run import Run
 from common.scoring import normalise_answer
 from common.update import demonstration_row, supervised_step
@@ -19,7 +19,7 @@ def as_shown(tool: Tool, tokenizer, wrap: Callable[[str], str], observation_toke
         tried = []
         fit(tokenizer, text, lambda inner: tried.append(inner) or wrap(inner), observation_tokens)
         return tried[-1]  # what fitted
-    return replace(tool, run=lambda calls: [cut(str(result or "")) for result in tool.run(calls)])
+    return replace(tool, run=lambda calls: [cut(str(result) or type(result).__name__) if isinstance(result, ToolFailure) else cut(result or "") for result in tool.run(calls)])
 
 
 def gold_in(example: Example, text: str) -> str | None:

@@ -304,7 +304,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
         return questions("train", 4096, cfg.seed), questions("eval", cfg.eval_questions)
     if not cfg.search:
         raise UserError("questions other than the tiny world's need --search (the address of a server that speaks Serper's protocol)")
-    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, trains=not cfg.evaluate)
 
 
 def open_web(cfg: Config, examples: Sequence[Example]) -> tuple[Callable[[Example], WebSearch], Fetcher]:
@@ -458,7 +458,7 @@ def demonstration(example: Example, tools: dict[str, Tool], end: str) -> list[tu
         use(f"I should look up {name}.", "web_search", name)
         hits = dict(zip(found(t, "web_search", "title", last=True), found(t, "web_search", "url", last=True)))
         text = use("I should look up the page.", "browse_webpage", hits.get(name, next(iter(hits.values())))) if hits else ""
-        return " ".join(re.findall(r'"page_summary": "((?:[^"\\]|\\.)*)', text))  # what was cut has no closing quote
+        return " ".join(re.findall(r'"page_summary": "((?:[^"\\]|\\.)*)', text)).replace("\\n", " ")  # what was cut has no closing quote
 
     def answered(page: str) -> list[tuple[str, str]] | None:
         gold = gold_in(example, page)

@@ -295,7 +295,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
         return questions("train", cfg.train_questions, cfg.seed, hops), questions("eval", cfg.eval_questions, hops=hops)
     if cfg.task == "search" and not cfg.corpus:
         raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")
-    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, trains=not cfg.evaluate)
 
 
 def train(cfg: Config) -> None:
@@ -303,8 +303,7 @@ def train(cfg: Config) -> None:
     if cfg.plan:
         return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1, reference=cfg.kl > 0, critic=cfg.algorithm == "ppo")
     search, stop, metric = cfg.task == "search", STOPS[cfg.task], "em" if cfg.task == "search" else "accuracy"
-    limits = Limits(wall_s=cfg.run_timeout, cpu_s=math.ceil(cfg.run_timeout) + 1)  # a little more, so that wall_s ends a program first
-    sandbox = None if search else open_sandbox(cfg.sandbox, limits)  # first: its server is forked before torch has threads
+    sandbox = None if search else open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     (scoring.self_test if search else maths_self_test)()
     template = read_template(cfg.template, PROMPTS[cfg.task], "{question}")

@@ -273,7 +273,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example], list[Example]]
         train_set = questions("train", 4096, cfg.seed) if cfg.data == "tiny" else load_examples(cfg.data)
         eval_set = questions("eval", cfg.eval_questions)
     else:
-        train_set, eval_set = training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
+        train_set, eval_set = training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, trains=not cfg.evaluate)
     stage1_set = load_examples(cfg.stage1_data) if cfg.stage1_data else train_set
     if not cfg.corpus and not all(isinstance(e.meta.get("world"), int) for e in stage1_set + train_set + eval_set):
         raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")

@@ -245,7 +245,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
         return questions("train", 4096, cfg.seed), questions("eval", cfg.eval_questions)
     if not cfg.corpus:
         raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")
-    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, trains=not cfg.evaluate)
 
 
 def train(cfg: Config) -> None:

@@ -36,7 +36,6 @@ tiny model.
     make retool ARGS="--text-only"                            # no interpreter, prompt and cold start in text
     make retool ARGS="--algorithm ppo"
 """
-import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -109,7 +108,7 @@ class Config:
     lr: float = setting(4e-4, "learning rate of the policy (AdamW)", "paper §2.3.2")
     warmup_steps: int = setting(3, "linear warm-up of the policy's rate", "ours", "steps")
     critic_lr: float = setting(1e-3, "learning rate of the critic", "code recipe run_qwen2-32b_ppo.sh")
-    critic_warmup_steps: int = setting(0, "PPO: first step in which the policy learns too; before it the critic alone", "code recipe run_qwen2-32b_ppo.sh", "steps")
+    policy_from_step: int = setting(1, "PPO: first step in which the policy learns too, counted from 1; before it the critic alone", "code recipe run_qwen2-32b_ppo.sh", "steps")
     weight_decay: float = setting(0.01, "AdamW weight decay", "code ppo_trainer.yaml")
     max_grad_norm: float = setting(1.0, "gradient clipping", "code ppo_trainer.yaml")
     clip_low: float = setting(0.2, "clip range of the policy ratio below 1", "code recipe run_qwen2-32b_dapo.sh")
@@ -140,7 +139,7 @@ PRESETS = {
     "paper": dict(  # 32B; GRPO as the recipe, for the paper's PPO add --algorithm ppo --prompts 1024 --samples 1 --updates 4
         model="Qwen/Qwen2.5-32B-Instruct", device="cuda", data="BytedTsinghua-SIA/DAPO-Math-17k", cold_start_data="JoeYing/ReTool-SFT",
         steps=400, prompts=512, samples=16, max_turns=8, run_timeout=30.0, prompt_tokens=2048, turn_tokens=16384, observation_tokens=512,
-        trajectory_tokens=16384, updates=8, lr=1e-6, warmup_steps=0, critic_lr=2e-6, critic_warmup_steps=20, cold_start=372, cold_start_traces=2000,
+        trajectory_tokens=16384, updates=8, lr=1e-6, warmup_steps=0, critic_lr=2e-6, policy_from_step=20, cold_start=372, cold_start_traces=2000,
         cold_start_batch=32, cold_start_lr=1e-5, eval_every=10, save_every=30, micro_tokens=16384, gradient_checkpointing=True),
 }
 
@@ -274,7 +273,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         return problems("train", 4096, cfg.seed), problems("eval", cfg.eval_questions)
-    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, load_problems)
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, load_problems, trains=not cfg.evaluate)
 
 
 def load_problems(spec: str, **which) -> list[Example]:
@@ -288,12 +287,11 @@ def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     if cfg.plan:
         return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=1 if cfg.text_only else cfg.max_turns + 1, critic=cfg.algorithm == "ppo")
-    if cfg.text_only and cfg.cold_start and cfg.cold_start_data:
+    if cfg.text_only and cfg.cold_start and cfg.cold_start_data and not cfg.evaluate:
         raise UserError(f"--text-only: the traces in --cold-start-data {cfg.cold_start_data} hold code; give --cold-start 0, or --cold-start-data \"\" for traces "
                         "made of worked solutions")
     prompt, stop = (TEXT_PROMPT, ()) if cfg.text_only else (PROMPT, STOP)
-    limits = Limits(wall_s=cfg.run_timeout, cpu_s=math.ceil(cfg.run_timeout) + 1)  # a little more, so that wall_s ends a program first
-    sandbox = open_sandbox(cfg.sandbox, limits)  # first: its server is forked before torch has threads
+    sandbox = open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     maths_self_test()
     template = read_template(cfg.template, prompt, "{question}")
@@ -365,7 +363,7 @@ def train(cfg: Config) -> None:
         experience = Experience(batch.ids_BT, batch.lengths_B, batch.starts_B, trained_BT, batch.sampled_BT, batch.sampler_BT, old_BT, advantages_BT)
         done = []
         for rows in mini_batches(len(trajectories), cfg.updates, seed=cfg.seed, step=step):
-            done.append({} if critic and step + 1 < cfg.critic_warmup_steps else policy_step(
+            done.append({} if critic and step + 1 < cfg.policy_from_step else policy_step(
                 model, optimizer, experience, rows, lr=lr_at(step, cfg.steps, cfg.lr, cfg.warmup_steps), clip_low=cfg.clip_low, clip_high=cfg.clip_high,
                 aggregation=cfg.aggregation, budget_tokens=budget.sampled_tokens, temperature=cfg.temperature, dual_clip=cfg.dual_clip,
                 entropy=cfg.entropy, importance_cap=cfg.importance_cap, micro_tokens=cfg.micro_tokens, max_grad_norm=cfg.max_grad_norm))

@@ -337,7 +337,7 @@ def load_data(cfg: Config, tested: Sequence[Task]) -> tuple[list[Example], dict[
         raise UserError("questions other than the tiny world's need --corpus (a corpus.jsonl or a retriever's URL)")
     if tested != [cfg.task] and not cfg.transfer_data:
         raise UserError(f"--eval-task {cfg.eval_task} needs --transfer-data, the questions of the other task")
-    train_set, held_out = training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
+    train_set, held_out = training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, trains=not cfg.evaluate)
     return ([e for e in train_set if e.meta.get("level") != "easy"],
             {task: held_out if task == cfg.task else load_examples(cfg.transfer_data, split="test", limit=cfg.eval_questions) for task in tested})
 

@@ -272,7 +272,7 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     if cfg.data == "tiny":
         held_out = load(cfg.eval_data, split="test", limit=cfg.eval_questions) if cfg.eval_data else requests("eval", cfg.eval_questions)
         return requests("train", 4096, cfg.seed), held_out
-    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, load)
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, load, trains=not cfg.evaluate)
 
 
 def train(cfg: Config) -> None:

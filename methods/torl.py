@@ -35,8 +35,6 @@ What to watch: `code` (share of answers with a program) rises with `accuracy`; `
     make torl ARGS="--execution-penalty 0.5"                  # the paper's ablation
     make torl ARGS="--preset smollm2 --data gsm8k.jsonl"
 """
-import math
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -202,15 +200,14 @@ def load_data(cfg: Config) -> tuple[list[Example], list[Example]]:
     """(training questions, held-out questions)."""
     if cfg.data == "tiny":
         return problems("train", 4096, cfg.seed), problems("eval", cfg.eval_questions)
-    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions)
+    return training_and_held_out(cfg.data, cfg.eval_data, cfg.eval_questions, trains=not cfg.evaluate)
 
 
 def train(cfg: Config) -> None:
     cfg = saved_config(Config, cfg.evaluate, cfg) if cfg.evaluate else cfg
     if cfg.plan:
         return print_plan(cfg, response_tokens=cfg.trajectory_tokens, turns=cfg.max_turns + 1)
-    limits = Limits(wall_s=cfg.run_timeout, cpu_s=math.ceil(cfg.run_timeout) + 1)  # a little more, so that wall_s ends a program first
-    sandbox = open_sandbox(cfg.sandbox, limits)  # first: its server is forked before torch has threads
+    sandbox = open_sandbox(cfg.sandbox, Limits(wall_s=cfg.run_timeout))  # first: its server is forked before torch has threads
     set_up_torch(cfg.seed, cfg.threads, cfg.device)
     maths_self_test()
     template = read_template(cfg.template, PROMPT, "{question}")

@@ -117,6 +117,21 @@ def engine() -> dict:
     return {"scores": torch.tensor([*scores, engine.score([1, 2, 3, 4])])}
 
 
+def refreshed() -> dict:
+    """A critic that begins anew from the body of a model that learned after it was copied."""
+    model = tiny_random_model()
+    critic = Critic(model)
+    shard(model, critic)
+    supervised_step(model, make_optimizer(model.parameters(), 1e-2), [([1, 2, 3, 4], [0, 1, 1, 1])] * 2, lr=1e-2, micro_tokens=20, max_grad_norm=1.0)
+
+    def apart() -> float:
+        a, b = ranks.whole_state(critic.body), ranks.whole_state(model.base_model)
+        return math.nan if ranks.rank() else sum(float((a[name] - b[name]).abs().sum()) for name in a)
+    before = apart()
+    critic.body.load_state_dict(model.base_model.state_dict())
+    return {"before": before, "after": apart()}
+
+
 def pinned() -> list:
     """Which tensors are pinned of a mean that AdamW keeps off the GPU (here by way of a stand-in): a DTensor cannot be, its shard can."""
     model, seen = tiny_random_model(), []
@@ -164,7 +179,7 @@ CASES = {f"{algorithm} {aggregation} {extra}": (algorithm, aggregation, extra) f
 def everything(out: Path) -> dict:
     numbers = torch.tensor([[1.0, 2.0, 4.0], [8.0]][ranks.rank()]) if ranks.world() > 1 else torch.tensor([1.0, 2.0, 4.0, 8.0])
     return {"cases": {name: train(algorithm, aggregation, **extra) for name, (algorithm, aggregation, extra) in CASES.items()},
-            "supervised": supervised(), "sampled": sampled(), "engine": engine(), "pinned": pinned(),
+            "supervised": supervised(), "sampled": sampled(), "engine": engine(), "pinned": pinned(), "refreshed": refreshed(),
             "states": states(out, bf16=False), "bf16": states(out, bf16=True),
             "numbers": [ranks.mean(numbers), *map(float, ranks.mean_and_variance(numbers)), *ranks.spread(numbers).values()],
             "nothing": [ranks.spread(numbers[:0]), str(ranks.mean(numbers[:0]))]}

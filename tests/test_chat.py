@@ -127,6 +127,10 @@ def test_a_key_in_an_address_is_sent_and_not_shown():
     with serving(lambda n, h, b: (403, b"GET /v1/chat/completions?api_key=secret is not allowed")) as (url, seen), pytest.raises(UserError, match="refused") as caught:
         Server(f"{url}?api_key=secret", "m", 5)(["?"])
     assert seen[0][0] == "/v1/chat/completions?api_key=secret" and "secret" not in str(caught.value) and f"{url}/chat/completions" in str(caught.value)
+    for status in (403, 200):
+        with serving(lambda n, h, b: (status, b"invalid key: secret")) as (url, seen), pytest.raises(UserError) as caught:
+            Server(f"{url}?api_key=secret", "m", 5)(["?"])
+        assert "secret" not in str(caught.value) and "invalid key" in str(caught.value)
     for model, options in (("m", dict(retries=0)), ("", {})):
         with pytest.raises(UserError, match="the chat server http://127.0.0.1:9/v1") as caught:
             Server("http://127.0.0.1:9/v1?api_key=secret", model, 5, **options)(["?"])

@@ -443,11 +443,12 @@ def test_what_two_sources_share_is_not_trained_on(tmp_path, capsys):
     test = write(tmp_path / "test.jsonl", map(row, ["Who", "Why?", "When"]))
     train, held_out = training_and_held_out(str(data), str(test), 2)
     assert [e.question for e in train] == ["Where?", "When?"] and [e.question for e in held_out] == ["Who", "Why?"]  # "When" is not held out
-    assert capsys.readouterr().out == (f"2 of 4 questions of --data {data} are also in --eval-data {test}: a run that is given both does not train on them\n")
+    assert capsys.readouterr().out == (f"2 of 4 questions of --data {data} are also in --eval-data {test}, and are not trained on\n")
     other = write(tmp_path / "other.jsonl", [row("What?")])
     assert len(training_and_held_out(str(data), str(other), 5)[0]) == 4 and capsys.readouterr().out == ""
     with pytest.raises(UserError, match="all 4 questions .* give other --eval-data, or fewer --eval-questions"):
         training_and_held_out(str(data), str(data), 9)
+    assert len(training_and_held_out(str(data), str(data), 9, trains=False)[1]) == 4 and capsys.readouterr().out == ""  # --evaluate on what was trained on
 
 
 # --- seeds ---

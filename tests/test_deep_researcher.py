@@ -330,7 +330,7 @@ def test_demonstrations_follow_the_protocol_and_are_right():
 
 
 def test_demonstrations_know_of_a_page_what_the_model_sees():
-    page = "Mira is a painter. " + "She lives. " * 40 + "Her friend is Nadia Orlov."
+    page = "Mira is a painter. " + "She lives. " * 40 + "Her friend:\nNadia Orlov."
     tools = {"web_search": Tool(lambda calls: [m.show([{"search_query": "Mira", "web_page_info_list": [{"title": "Mira", "url": "http://h/1", "quick_summary": "S"}]}])]),
              "browse_webpage": Tool(lambda calls: [m.show([{"url": "http://h/1", "information": [{"page_number": 1, "page_summary": page}]}])])}
     shown = {name: as_shown(tool, TOKENIZER, wrap, 110) for name, tool in tools.items()}

@@ -9,7 +9,7 @@ import torch
 
 from common import health, report
 from common.run import METRICS, Interrupted, Run, repetition
-from common.rollout import Segment, Trajectory
+from common.rollout import Trajectory
 from methods.search_r1 import Config
 
 DATA = Path(__file__).parent / "data"

@@ -47,7 +47,7 @@ PUBLISHED = {  # (method, preset) -> what its paper or code says; learning rates
     ("retool", "paper"): dict(
         model="Qwen/Qwen2.5-32B-Instruct", data="BytedTsinghua-SIA/DAPO-Math-17k", steps=400, prompts=512, samples=16, updates=8, max_turns=8,
         run_timeout=30.0, prompt_tokens=2048, trajectory_tokens=16384, observation_chars=400, temperature=1.0, lr=1e-6, warmup_steps=0, clip_low=0.2,
-        clip_high=0.28, dual_clip=10.0, critic_lr=2e-6, critic_warmup_steps=20, reward="answer", cold_start=372, cold_start_data="JoeYing/ReTool-SFT",
+        clip_high=0.28, dual_clip=10.0, critic_lr=2e-6, policy_from_step=20, reward="answer", cold_start=372, cold_start_data="JoeYing/ReTool-SFT",
         cold_start_traces=2000, cold_start_batch=32, cold_start_lr=1e-5, eval_every=10, save_every=30, dtype="float32"),
     ("swirl", "paper"): dict(  # optimiser, rates, batch and KL are not published
         model="google/gemma-2-27b-it", data="hotpotqa/hotpot_qa:distractor", questions=10000, per_question=5, filter="process", trajectories=0,

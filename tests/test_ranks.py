@@ -99,6 +99,11 @@ def test_an_engine_holds_one_copy_of_sharded_weights(both):
     assert apart(two, one) <= 1e-5 and apart(one[0], one[1]) > 1e-3
 
 
+def test_a_critic_begins_anew_from_sharded_weights(both):
+    for x in both:
+        assert x["refreshed"]["before"] > 0.1 and x["refreshed"]["after"] == 0
+
+
 def test_offloaded_means_are_pinned_shard_by_shard(both):
     assert both[0]["pinned"] == both[1]["pinned"] == ["Tensor"]
 

@@ -119,7 +119,7 @@ def test_at_first_only_the_critic_learns(tmp_path, monkeypatch):
     monkeypatch.setattr(m, "policy_step", lambda model, optimizer, x, *rest, **more: seen.append(x) or step(model, optimizer, x, *rest, **more))
     rates = []
     monkeypatch.setattr(m, "critic_step", lambda *args, **more: rates.append(more["lr"]) or critic_step(*args, **more))
-    m.train(small(algorithm="ppo", steps=2, critic_warmup_steps=2, cold_start=3, cold_start_traces=8, mask_observations=False))
+    m.train(small(algorithm="ppo", steps=2, policy_from_step=2, cold_start=3, cold_start_traces=8, mask_observations=False))
     rows = metrics()
     assert len(rows) == 2 and len(seen) == 1 and rates == [CFG.critic_lr] * 2
     assert [("grad_norm" in r, "value_loss" in r) for r in rows] == [(False, True), (True, True)]

@@ -86,6 +86,8 @@ def test_a_longer_run_timeout_is_more_processor_time_too(name, monkeypatch):
         with pytest.raises(UserError, match="enough"):
             method.train(replace(method.Config(), run_timeout=seconds, **({"task": "code"} if name == "otc" else {})))
     assert [(x.wall_s, x.cpu_s) for x in seen] == [(0.5, 2), (30.0, 31)]
+    with pytest.raises(UserError, match="wall_s"):
+        method.train(replace(method.Config(), run_timeout=float("inf"), **({"task": "code"} if name == "otc" else {})))
 
 
 @pytest.mark.parametrize("workers,wall_s", [(1, 5.0), (2, 5.0), (96, 30.0), (10_000, 0.5)])
