@@ -246,24 +246,27 @@ def t_quantile(freedom: int) -> float:
     return table[v - 1] if v <= len(table) else z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
 
 
+def made(rows: Rows, what: str) -> float:
+    """What trajectories cost that were made before the first step (SWiRL)."""
+    return sum(row["sampled_tokens"] if what == "tokens" else row["calls"] * row["n"] for row in rows.get("items", {}).values())
+
+
 def spent(rows: Rows, what: str) -> dict[int, float]:
-    """Step -> "tokens" sampled, or tool "calls" made, in training up to there. Trajectories made before the first step count (SWiRL);
-    evaluations do not, and step 0, the model as it came, has cost nothing."""
-    total, out = 0.0, {0: 0.0}
-    for row in [*rows.get("items", {}).values(), *rows.get("train", {}).values()]:
-        if row["kind"] == "items":
-            total += row["sampled_tokens"] if what == "tokens" else row["calls"] * row["n"]
-        else:
-            trajectories = round(row["sampled_tokens"] / row["response_tokens"]) if row["response_tokens"] else 0
-            total += row["sampled_tokens"] if what == "tokens" else row["calls"] * trajectories
-            out[row["step"]] = total
+    """Step -> "tokens" sampled, or tool "calls" made, in training up to there, with what was made before the first step; evaluations do not
+    count, and step 0, the model as it came, has cost nothing."""
+    total, out = made(rows, what), {0: 0.0}
+    for row in rows.get("train", {}).values():
+        trajectories = round(row["sampled_tokens"] / row["response_tokens"]) if row["response_tokens"] else 0
+        total += row["sampled_tokens"] if what == "tokens" else row["calls"] * trajectories
+        out[row["step"]] = total
     return out
 
 
 def against(rows: Rows, metric: str, what: str) -> list[tuple[float, float]]:
-    """(spent, value) of every held-out evaluation; of several at one cost the last."""
+    """(spent, value) of every held-out evaluation; of several at one cost the last. While trajectories are made nothing is learned."""
     cost = spent(rows, what)
-    return sorted({cost[step]: row[metric] for step, row in rows["eval"].items()}.items())
+    points = sorted({cost[step]: row[metric] for step, row in rows["eval"].items()}.items())
+    return [points[0], *([(before, points[0][1])] if (before := made(rows, what)) else []), *points[1:]]
 
 
 def at(points: Sequence[tuple[float, float]], x: float) -> float:
