@@ -263,10 +263,11 @@ def spent(rows: Rows, what: str) -> dict[int, float]:
 
 
 def against(rows: Rows, metric: str, what: str) -> list[tuple[float, float]]:
-    """(spent, value) of every held-out evaluation; of several at one cost the last. While trajectories are made nothing is learned."""
-    cost = spent(rows, what)
+    """(spent, value) of every held-out evaluation; of several at one cost the last. While trajectories are made nothing is learned: until then the
+    first value stays, where learning costs something too (tokens, not calls)."""
+    cost, before = spent(rows, what), made(rows, what)
     points = sorted({cost[step]: row[metric] for step, row in rows["eval"].items()}.items())
-    return [points[0], *([(before, points[0][1])] if (before := made(rows, what)) else []), *points[1:]]
+    return [points[0], *([(before, points[0][1])] if 0 < before < points[-1][0] else []), *points[1:]]
 
 
 def at(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -474,8 +475,8 @@ def compare(task: str, seeds: int, tokens: float, flags: dict[str, object], **ho
         tell(failed)
     note = ("The tiny model and world: a picture of mechanisms, not a benchmark. All methods of a family start from the same weights, learn from questions "
             "of the same training worlds and answer the same held-out questions (greedy); what is left, batch size included, is each method's preset. "
-            "Sampled tokens and tool calls are those of training, trajectories that SWiRL makes beforehand included; supervised steps are not sampled, and "
-            "their number is given. Intervals: 95 %, Student's t over seeds. Curves: mean over seeds, and a band from the lowest to the highest.")
+            "Sampled tokens and tool calls are those of training, trajectories that SWiRL makes beforehand included (they are all its calls, so there its "
+            "curve is a straight line to the end); supervised steps are not sampled, and their number is given. Intervals: 95 %, Student's t over seeds. Curves: mean over seeds, and a band from the lowest to the highest.")
     title, text = f"Methods on equal terms: {task}", f"{note}\n\n{''.join(markdown)}"
     write_pages(Path("runs/compare"), task, title, f"<p>{escape(note)}</p>{''.join(body)}", text)
     tell(failed)

@@ -184,7 +184,7 @@ def test_what_was_spent():
     assert x.against(rows, "em", "tokens") == [(0, 0.1), (1000, 0.2), (2000, 0.6)]
     items = {"items": {0: {"kind": "items", "sampled_tokens": 500, "n": 10, "calls": 2.0}}}  # SWiRL: made once, before; no tool runs in training
     offline = {"train": {s: {**row, "calls": 0.0} for s, row in train.items()}, "eval": rows["eval"], **items}
-    assert x.spent(offline, "tokens") == {0: 0, 1: 1500, 2: 2500} and x.against(offline, "em", "calls") == [(0, 0.1), (20, 0.1), (20, 0.6)]
+    assert x.spent(offline, "tokens") == {0: 0, 1: 1500, 2: 2500} and x.against(offline, "em", "calls") == [(0, 0.1), (20, 0.6)]
     assert x.against(offline, "em", "tokens")[:2] == [(0, 0.1), (500, 0.1)]  # nothing is learned while trajectories are made
     points = [(0.0, 0.0), (10.0, 1.0), (20.0, 0.0)]
     assert [x.at(points, v) for v in (-1, 0, 5, 10, 12.5, 20, 30)] == [0, 0, 0.5, 1, 0.75, 0, 0]
