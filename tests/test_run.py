@@ -322,7 +322,7 @@ def test_right_calls_among_the_replies_in_the_asked_form():
 
 @pytest.mark.parametrize("target", [["run", "METHOD=torl"], ["eval", "RUN=runs/torl/x"]])
 def test_make_run_and_eval_take_engine_and_ranks(target):
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ENGINE", "RANKS", "ARGS")}  # of a `make test ENGINE=vllm`
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ENGINE", "RANKS", "ARGS", "V", "VENV")}  # what a `make test ENGINE=vllm` hands on
     said = lambda *words: subprocess.run(["make", "-n", "-o", "setup", "-C", str(ROOT), *target, *words], capture_output=True, text=True, check=True, env=env).stdout
     assert "torch.distributed.run --standalone --nproc_per_node=2 -m methods." in said("RANKS=2")
     assert "--seed 1 --engine vllm" in said("ENGINE=vllm", "ARGS=--seed 1") and ".vllm-venv/bin/python" in said("ENGINE=vllm")
