@@ -589,7 +589,7 @@ def with_table(readme: str) -> str:
     lines = []
     for r in results:
         if r.differences:
-            here = f"{r.claim.measure.text}: {arms_text(r)}" if r.claim.arms[1:] else r.claim.measure.text
+            here = f"{r.claim.measure.text}: {arms_text(r)}".removesuffix(": ")
             lines.append([r.claim.method, r.claim.says, r.claim.paper, here, *outcome(r)])
     table = markdown_table(["method", "claim", "paper", "here", *OUTCOME], lines)
     rest = f"\n{len(results) - len(lines)} more claims are listed and not run on these weights yet.\n" if len(lines) < len(results) else ""
@@ -610,7 +610,8 @@ def lead_and_rule(results: Sequence[Result]) -> str:
 
 
 def arms_text(r: Result) -> str:
-    return "; ".join(f"{arm} {said(list(v.values()))}" for arm, v in r.arms.items() if v)
+    """The mean and interval of each of two arms; nothing for one, whose number is the change itself."""
+    return "; ".join(f"{arm} {said(list(v.values()))}" for arm, v in r.arms.items() if v and r.claim.arms[1:])
 
 
 OUTCOME = "difference or change", "holds if", "seeds", "verdict"
@@ -625,7 +626,7 @@ def tables(results: Sequence[Result]) -> str:
     out = []
     for method in ARMS:
         lines = [[f"{r.claim.says} {r.claim.note}".strip(), f"{r.claim.paper} ({r.claim.source})", r.claim.measure.text,
-                  (arms_text(r) if r.claim.arms[1:] else "") or "–", *outcome(r)] for r in results if r.claim.method == method]
+                  arms_text(r) or "–", *outcome(r)] for r in results if r.claim.method == method]
         if lines:
             out.append(f"## {method}\n\n{markdown_table(['claim', 'the numbers it rests on', 'measured', 'arms', *OUTCOME], lines)}\n"
                        f"Also claimed, not tested here:\n\n{''.join(f'- {text}{chr(10)}' for text in UNTESTED[method])}")

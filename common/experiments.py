@@ -476,7 +476,8 @@ def compare(task: str, seeds: int, tokens: float, flags: dict[str, object], **ho
     note = ("The tiny model and world: a picture of mechanisms, not a benchmark. All methods of a family start from the same weights, learn from questions "
             "of the same training worlds and answer the same held-out questions (greedy); what is left, batch size included, is each method's preset. "
             "Sampled tokens and tool calls are those of training, trajectories that SWiRL makes beforehand included (they are all its calls, so there its "
-            "curve is a straight line to the end); supervised steps are not sampled, and their number is given. Intervals: 95 %, Student's t over seeds. Curves: mean over seeds, and a band from the lowest to the highest.")
+            "curve is a straight line to the end); supervised steps are not sampled, and their number is given. Intervals: 95 %, Student's t over seeds. "
+            "Curves: mean over seeds, and a band from the lowest to the highest.")
     title, text = f"Methods on equal terms: {task}", f"{note}\n\n{''.join(markdown)}"
     write_pages(Path("runs/compare"), task, title, f"<p>{escape(note)}</p>{''.join(body)}", text)
     tell(failed)

@@ -19,7 +19,8 @@ def as_shown(tool: Tool, tokenizer, wrap: Callable[[str], str], observation_toke
         tried = []
         fit(tokenizer, text, lambda inner: tried.append(inner) or wrap(inner), observation_tokens)
         return tried[-1]  # what fitted
-    return replace(tool, run=lambda calls: [cut(str(result) or type(result).__name__) if isinstance(result, ToolFailure) else cut(result or "") for result in tool.run(calls)])
+    said = lambda result: str(result) or type(result).__name__ if isinstance(result, ToolFailure) else result or ""
+    return replace(tool, run=lambda calls: [cut(said(result)) for result in tool.run(calls)])
 
 
 def gold_in(example: Example, text: str) -> str | None:
