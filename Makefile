@@ -35,7 +35,7 @@ setup_vllm:  ## create .vllm-venv with vLLM too (about 4 GB); then e.g. make sea
 	@$(MAKE) --no-print-directory setup ENGINE=vllm
 
 test: setup  ## run the tests (ARGS goes to pytest)
-	$(V) -m pytest -q -n 2 --dist loadfile tests $(ARGS)
+	$(V) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests $(ARGS)
 
 search_r1: setup  ## Search-R1 (ARGS="--help" shows every flag; RANKS=2: in two processes, as every method)
 	$(LAUNCH) methods.search_r1 $(ARGS)

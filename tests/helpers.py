@@ -1,11 +1,18 @@
 """What several tests need: a tokenizer of bytes, an engine that says what it is told, and a small random model."""
+import multiprocessing
+import os
 import random
+import runpy
+import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from common import ranks
 from common.data import Example
 from common.rollout import Prompt
 from common.run import main
@@ -20,6 +27,43 @@ def command(capsys, body) -> tuple[int, str]:
         code = leave.code
     seen = capsys.readouterr()
     return code, seen.out + seen.err
+
+
+class Forked:
+    """`python -m module flags` in a process of its own that is forked from one in which torch and transformers are imported already: to import
+    them takes five seconds of a core, every time. With "RANK" in the environment, a process as torchrun starts it."""
+    _context = multiprocessing.get_context("forkserver")
+
+    def __init__(self, module: str, *flags: str, cwd: Path, env: dict[str, str]):
+        before, self.returncode = dict(os.environ), None
+        self._output = Path(tempfile.mkstemp(dir=cwd, prefix="output-")[1])
+        self._context.set_forkserver_preload(["methods.search_r1"])
+        self._process = self._context.Process(target=_run_module, args=(module, flags, str(cwd), env, str(self._output)))
+        os.environ |= {"OMP_NUM_THREADS": "1"}  # read once, when the one process imports torch
+        self._process.start()
+        os.environ.clear(), os.environ.update(before)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def finish(self, seconds: float) -> str:
+        """What it has printed, when it has ended; a process that does not end in time fails the test."""
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise AssertionError(f"still running after {seconds} s:\n{self._output.read_text()}")
+        self.returncode = self._process.exitcode
+        return self._output.read_text()
+
+
+def _run_module(module: str, flags: tuple[str, ...], cwd: str, env: dict[str, str], output: str) -> None:
+    os.chdir(cwd), os.environ.clear(), os.environ.update(env)
+    with open(output, "w") as f:
+        os.dup2(f.fileno(), 1), os.dup2(f.fileno(), 2)
+    ranks.LAUNCHED = "RANK" in env
+    sys.argv = [module, *flags]
+    sys.modules.pop(module, None)  # it runs once more, as __main__
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -38,7 +38,7 @@ from tests.test_update import OPTIONS, experience
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 300  # generous: the machine may be busy
 CONFIG = search_r1.Config(steps=3, prompts=2, samples=4, eval_questions=2, eval_every=2, save_every=3, threads=1, warmup=3, warmup_traces=4,
-                          turn_tokens=24, trajectory_tokens=160, reward="format", lr=1e-3, entropy=0.01)  # the entropy term: a gradient in every step
+                          turn_tokens=24, trajectory_tokens=72, reward="format", lr=1e-3, entropy=0.01)  # the entropy term: a gradient in every step
 # what a run calls, in order: evaluation, 3 warm-up steps, evaluation, steps 1 and 2, evaluation, step 3, evaluation
 EVAL_0, EVAL_WARM, STEP_1, STEP_2, EVAL_2, STEP_3, EVAL_3 = range(1, 8)  # calls of rollout
 

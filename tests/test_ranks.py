@@ -1,9 +1,11 @@
-"""One process against two gloo ranks, and what becomes of a run when a rank ends. torchrun starts the ranks, as a user does."""
+"""One process against two gloo ranks, and what becomes of a run when a rank ends. Where one ends too early torchrun starts them, as a user
+does; else they are forked, with what torchrun tells its processes."""
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,14 +17,16 @@ import torch
 
 from common import ranks
 from tests import ranks_worker
+from tests.helpers import Forked
 
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SMALL = ["--prompts", "3", "--samples", "4", "--eval-questions", "5", "--eval-every", "0", "--save-every", "1", "--threads", "1"]
 
 
-def start(n: int, module: str, *flags, cwd=ROOT, **env) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+def start(module: str, *flags, cwd=ROOT, **env) -> subprocess.Popen:
+    """Two ranks, by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.Popen([sys.executable, *launcher, "-m", module, *flags], cwd=cwd, env={**ENV, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -35,14 +39,24 @@ def finish(p: subprocess.Popen, seconds: float = 600) -> str:
         raise AssertionError(f"still running after {seconds} s:\n" + p.communicate()[0])
 
 
+def run(n: int, module: str, *flags, cwd: Path, codes: set[int] = {0}) -> str:
+    """The output of a command in n ranks, and the codes they leave with."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    told = lambda r: {"RANK": f"{r}", "LOCAL_RANK": f"{r}", "WORLD_SIZE": f"{n}", "LOCAL_WORLD_SIZE": f"{n}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    processes = [Forked(module, *flags, cwd=cwd, env=ENV | (told(r) if n > 1 else {})) for r in range(n)]
+    output = "".join([p.finish(600) for p in processes])
+    assert {p.returncode for p in processes} == codes, output
+    return output
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """What one process and two ranks find for the same batch."""
     folders = [tmp_path_factory.mktemp(f"ranks{n}") for n in (1, 2)]
     for n, folder in zip((1, 2), folders):
-        p = start(n, "tests.ranks_worker", "everything", str(folder))
-        output = finish(p)
-        assert p.returncode == 0, output
+        run(n, "tests.ranks_worker", "everything", str(folder), cwd=folder)
     return [torch.load(folder / f"{n}.pt") for n, folder in zip((1, 2), folders)]
 
 
@@ -144,9 +158,7 @@ def test_shares_cover_everything_once_and_are_even(monkeypatch):
 def one_step(tmp_path_factory):
     """A run of one process, one step long."""
     cwd = tmp_path_factory.mktemp("run")
-    p = start(1, "methods.search_r1", *SMALL, "--steps", "1", cwd=cwd)
-    output = finish(p)
-    assert p.returncode == 0, output
+    run(1, "methods.search_r1", *SMALL, "--steps", "1", cwd=cwd)
     return cwd
 
 
@@ -163,9 +175,8 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_one_from_theirs(one_step, 
     paths = [tmp_path / name for name in ("one", "two")]
     folders = [copy_of(one_step, path) for path in paths]
     for n, path in zip((1, 2), paths):
-        p = start(n, "methods.search_r1", *SMALL, "--steps", "3", "--resume", cwd=path)
-        output = finish(p)
-        assert p.returncode == 0 and output.count("resuming") == 1 and output.count("open runs/") == 1, output
+        output = run(n, "methods.search_r1", *SMALL, "--steps", "3", "--resume", cwd=path)
+        assert output.count("resuming") == 1 and output.count("open runs/") == 1, output
     one, two = (lines(folder, "train") for folder in folders)
     assert [r["step"] for r in one] == [r["step"] for r in two] == [1, 2, 3]  # nothing is written twice
     for a, b in zip(one, two):
@@ -175,14 +186,13 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one_and_one_from_theirs(one_step, 
     assert lines(folders[0], "eval")[-1]["n"] == lines(folders[1], "eval")[-1]["n"] == 5
     rows = [[json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()] for folder in folders]
     assert [(r["step"], r["split"], r["group"], r["sample"], r["tokens"]) for r in rows[0]] == [(r["step"], r["split"], r["group"], r["sample"], r["tokens"]) for r in rows[1]]
-    p = start(1, "methods.search_r1", *SMALL, "--steps", "4", "--resume", cwd=paths[1])
-    output = finish(p)
-    assert p.returncode == 0 and "after step 3" in output and len(lines(folders[1], "train")) == 4, output
+    output = run(1, "methods.search_r1", *SMALL, "--steps", "4", "--resume", cwd=paths[1])
+    assert "after step 3" in output and len(lines(folders[1], "train")) == 4, output
 
 
 def test_a_signal_to_one_rank_stops_all_after_a_save(one_step, tmp_path):
     folder = copy_of(one_step, tmp_path)
-    p = start(2, "methods.search_r1", *SMALL, "--steps", "500", "--resume", cwd=tmp_path)
+    p = start("methods.search_r1", *SMALL, "--steps", "500", "--resume", cwd=tmp_path)
     end = time.monotonic() + 200
     while len(lines(folder, "train")) < 2 and time.monotonic() < end and p.poll() is None:
         time.sleep(0.1)
@@ -196,19 +206,22 @@ def test_a_signal_to_one_rank_stops_all_after_a_save(one_step, tmp_path):
 
 
 def test_more_ranks_than_prompts_is_a_mistake_that_is_told(tmp_path):
-    p = start(2, "methods.search_r1", *SMALL, "--prompts", "1", cwd=tmp_path)
-    output = finish(p, 240)
-    assert p.returncode != 0 and "error: rank 0 of 2 has no prompt in this step: raise --prompts, or use fewer ranks" in output, output
+    output = run(2, "methods.search_r1", *SMALL, "--prompts", "1", cwd=tmp_path, codes={1, 2})  # rank 1 finds its connection gone
+    assert output.count("error: rank 0 of 2 has no prompt in this step: raise --prompts, or use fewer ranks") == 1, output
 
 
-@pytest.mark.parametrize("what,reason", [
-    ("mistake", "rank 1: error: the corpus is not there; bring it back"),
-    ("bug", "RuntimeError: something broke in the second rank"),
-    ("killed", "SIGKILL"),
-    ("hangs", "Timed out waiting 5000ms")])
-def test_a_rank_that_ends_or_hangs_ends_the_run_with_its_reason(what, reason):
+@pytest.mark.parametrize("what,reason,code", [
+    ("mistake", "rank 1: error: the corpus is not there; bring it back", 2),
+    ("bug", "RuntimeError: something broke in the second rank", 1)])
+def test_a_rank_that_fails_ends_the_other_and_says_why(tmp_path, what, reason, code):
+    output = run(2, "tests.ranks_worker", what, cwd=tmp_path, codes={1, code})
+    assert output.count(reason) == 1 and output.count("rank 0: the connection to another rank is gone; it says why itself") == 1, output
+
+
+@pytest.mark.parametrize("what,reason", [("killed", "SIGKILL"), ("hangs", "Timed out waiting 5000ms")])
+def test_a_rank_that_is_killed_or_hangs_ends_the_run_with_its_reason(what, reason):
     begun = time.monotonic()
-    p = start(2, "tests.ranks_worker", what, TOOL_RL_RANK_TIMEOUT_S="5")
+    p = start("tests.ranks_worker", what, TOOL_RL_RANK_TIMEOUT_S="5")
     output = finish(p, 240)
     assert p.returncode == 1 and reason in output, output
     assert time.monotonic() - begun < 240
