@@ -39,6 +39,7 @@ from common import UserError
 
 MAX_CHARS = 2_000  # a longer answer is unequal to everything but itself
 MEMORY_BYTES = 2 << 30
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")  # no keys: it reads what a model wrote
 START_S = 120.0  # wall time for importing sympy on a busy machine
 
 
@@ -199,7 +200,8 @@ class MathsGrader:
         # its own session: a Ctrl-C is ours to handle. A fixed hash seed: sympy's order of terms, and so its verdicts, repeat.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "common.maths"], cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, start_new_session=True, env=os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
+            stderr=self._errors, start_new_session=True,
+            env={k: os.environ[k] for k in INHERITED if k in os.environ} | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
         greeting = self._read(self._process, START_S)
         if greeting != b"ready\n":
             process = self._process

@@ -67,7 +67,9 @@ class InfrastructureFailure(UserError):
 class Tool:
     """`run` maps a batch of calls to result texts ("" or None: empty) or, where a call failed, to a ToolFailure.
 
-    batch: most calls it is handed at once; deadline_s: wall seconds a running batch may take, waiting in the queue not counted.
+    batch: most calls it is handed at once; deadline_s: wall seconds a running batch may take, waiting in the queue not counted. A call that is
+    handed over alone (batch 1) and is late has timed out. A tool that takes several at once ends each of them itself; if it is late it hangs, which
+    says nothing about any call, and the run stops.
     """
     run: Callable[[list["ToolCall"]], list["str | None | ToolFailure"]]
     batch: int = 1
@@ -139,9 +141,10 @@ class ToolPool:
         if not job.done.wait(max(0.0, job.started + job.tool.deadline_s - time.monotonic())):
             job.late = True
             self.abandoned += 1
-            if self.abandoned > self.max_abandoned:
-                raise InfrastructureFailure(f"{self.abandoned} calls of tool '{job.calls[0].name}' hung past their deadline of "
-                                            f"{job.tool.deadline_s:g} s; mend the tool or raise the deadline")
+            if job.tool.batch > 1 or self.abandoned > self.max_abandoned:
+                late = f"{len(job.calls)} calls handed to tool '{job.calls[0].name}' at once" if job.tool.batch > 1 else \
+                    f"{self.abandoned} calls of tool '{job.calls[0].name}'"
+                raise InfrastructureFailure(f"{late} had no result within {job.tool.deadline_s:g} s; mend the tool, or raise its deadline (common/tools.py)")
             self._add_worker()
             results = [ToolFailure(f"[no result within {job.tool.deadline_s:g} s]", "timeout")] * len(job.calls)
         elif job.error is not None:

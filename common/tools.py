@@ -22,7 +22,7 @@ def search_tool(corpus: str, topk: int, render: Callable[[list[Passage]], str]) 
                 results[i] = render([h.passage for h in hits])
         return results
 
-    return Tool(search, batch=256, deadline_s=120)
+    return Tool(search, batch=256, deadline_s=600)
 
 
 def python_tool(sandbox, show: Callable[[Outcome], str | ToolFailure]) -> Tool:

@@ -289,6 +289,16 @@ def test_no_process_and_no_descriptor_is_left_behind():
     assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="an environment is read from /proc")
+def test_the_process_is_told_no_keys(monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", "a secret")
+    grader = MathsGrader()
+    assert grader.equal(["2/4"], ["0.5"]) == [True]
+    environment = Path(f"/proc/{grader._process.pid}/environ").read_bytes()
+    grader.close()
+    assert b"PYTHONHASHSEED=0" in environment and b"secret" not in environment
+
+
 # Answers inside ToRL's reward: +1 or -1 for the last box.
 VECTORS = Path(__file__).parent / "vectors" / "torl.json"
 

@@ -176,6 +176,15 @@ def test_a_tool_that_hangs_is_abandoned_and_the_others_go_on():
     assert [t.segments[1].text for t in trajectories[1:]] == ["<r>fine</r>"] * 2 and all(t.stop == "answer" for t in trajectories)
 
 
+def test_a_tool_that_hangs_with_several_calls_stops_the_run():
+    """Nobody knows whose fault it is, so it becomes nobody's result."""
+    def slow(calls):
+        time.sleep(3)
+        return ["fine"] * len(calls)
+    with pytest.raises(InfrastructureFailure, match="2 calls handed to tool 'tool' at once had no result within 0.2 s"):
+        run(scripted("a?", "done!"), tool=Tool(slow, batch=2, deadline_s=0.2), n=2, pool=ToolPool(workers=1), at_once=True)
+
+
 def test_waiting_for_a_worker_is_not_a_timeout():
     tool = Tool(lambda calls: time.sleep(0.15) or ["fine"], deadline_s=0.4)
     trajectories, _ = run(scripted("a?", "done!"), tool=tool, n=5, pool=ToolPool(workers=1), at_once=True)
