@@ -168,12 +168,13 @@ def test_autocast_gives_bfloat16_accuracy_and_float32_gradients():
 
 
 MEMORY_PROBE = """
-import json, resource, torch
+import json, torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from common import policy
+from tests.peak_memory import memory_kb
 torch.set_num_threads(1)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-imports = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()  # now, not the peak: compiling modules has one of its own
+peak = lambda: memory_kb("VmHWM") * 1024  # not getrusage's, which begins at the size of the process that started this one
+imports = memory_kb("VmRSS") * 1024  # now, not the peak: compiling modules has one of its own
 shape = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 model = Qwen2ForCausalLM(Qwen2Config(vocab_size=151936, tie_word_embeddings=True, **shape)).eval()
 ids_BT = torch.randint(0, 151936, (8, 1024))
