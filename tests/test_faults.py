@@ -37,7 +37,7 @@ from tests.test_update import OPTIONS, experience
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 300  # generous: the machine may be busy
-CONFIG = search_r1.Config(steps=3, prompts=2, samples=4, eval_questions=2, eval_every=2, save_every=3, threads=1, warmup=3, warmup_traces=4,
+CONFIG = search_r1.Config(steps=3, prompts=2, samples=4, eval_questions=2, eval_every=2, save_every=3, threads=1, warmup=3, warmup_traces=2,
                           turn_tokens=24, trajectory_tokens=72, reward="format", lr=1e-3, entropy=0.01)  # the entropy term: a gradient in every step
 # what a run calls, in order: evaluation, 3 warm-up steps, evaluation, steps 1 and 2, evaluation, step 3, evaluation
 EVAL_0, EVAL_WARM, STEP_1, STEP_2, EVAL_2, STEP_3, EVAL_3 = range(1, 8)  # calls of rollout
@@ -346,7 +346,7 @@ def test_pauses_between_tries_are_bounded_by_a_longest_one_and_the_deadline(retr
 
 
 # ---- tool processes ---------------------------------------------------------------------------------------------------
-PROGRAMS = replace(torl.Config(), steps=2, prompts=2, samples=4, eval_questions=2, eval_every=0, save_every=1, threads=1, lr=1e-3)
+PROGRAMS = replace(torl.Config(), steps=2, prompts=2, samples=4, trajectory_tokens=128, eval_questions=2, eval_every=0, save_every=1, threads=1, lr=1e-3)
 
 
 def sandboxed(config=PROGRAMS):

@@ -125,7 +125,7 @@ def test_resumed_means_give_the_same_bits(switches):
 
 # ---- a whole run ------------------------------------------------------------------------------------------------------
 SMALL = replace(search_r1.Config(), steps=2, prompts=2, samples=4, eval_questions=2, eval_every=0, save_every=1, threads=1, keep_trajectories=1,
-                warmup_steps=0, entropy=0.01)
+                trajectory_tokens=96, warmup_steps=0, entropy=0.01)
 
 
 def test_a_run_with_every_switch_learns_the_same_and_resumes_to_the_same_bits(tmp_path, monkeypatch):

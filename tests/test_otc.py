@@ -111,7 +111,7 @@ def test_a_run_in_which_observations_are_trained_on_values_them_too(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     step, seen = m.policy_step, []
     monkeypatch.setattr(m, "policy_step", lambda model, optimizer, x, *rest, **more: seen.append(x) or step(model, optimizer, x, *rest, **more))
-    m.train(replace(CFG, algorithm="ppo", steps=1, prompts=4, samples=4, eval_questions=2, eval_every=0, threads=1, mask_observations=False, gae_over_documents=False))
+    m.train(replace(CFG, algorithm="ppo", steps=1, prompts=4, samples=4, eval_questions=2, eval_every=0, threads=1, trajectory_tokens=128, mask_observations=False, gae_over_documents=False))
     x, = seen
     observed = x.trained_BT & ~x.sampled_BT
     assert observed.any() and bool((x.advantages_BT[observed] != 0).all())

@@ -180,7 +180,7 @@ def test_a_reference_model_is_loaded_only_for_a_kl(monkeypatch, tmp_path):
     monkeypatch.setattr(m, "load_model", lambda *what: loaded.append(what) or load_model(*what))
     for kl, models in ((0.0, 1), (0.01, 2)):
         loaded.clear()
-        m.train(replace(CFG, steps=2, prompts=2, samples=4, eval_questions=2, kl=kl, name=f"kl{kl}"))
+        m.train(replace(CFG, steps=2, prompts=2, samples=4, eval_questions=2, trajectory_tokens=128, kl=kl, name=f"kl{kl}"))
         rows = [json.loads(line) for line in (tmp_path / "runs" / "research" / f"kl{kl}" / "metrics.jsonl").read_text().splitlines()]
         assert len(loaded) == models and [r["kind"] for r in rows] == ["eval", "train", "train", "eval"]
         assert ("kl" in rows[1], "kl" in rows[2]) == (bool(kl), bool(kl))

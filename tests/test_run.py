@@ -19,7 +19,7 @@ from methods.search_r1 import PRESETS, Config, train
 from tests.helpers import Forked, command
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--steps", "6", "--prompts", "2", "--samples", "4", "--eval-questions", "6", "--eval-every", "0", "--save-every", "1", "--threads", "1"]
+SMALL = ["--steps", "6", "--prompts", "2", "--samples", "4", "--eval-questions", "6", "--trajectory-tokens", "160", "--eval-every", "0", "--save-every", "1", "--threads", "1"]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
