@@ -35,13 +35,11 @@ class Forked:
     _context = multiprocessing.get_context("forkserver")
 
     def __init__(self, module: str, *flags: str, cwd: Path, env: dict[str, str]):
-        before, self.returncode = dict(os.environ), None
-        self._output = Path(tempfile.mkstemp(dir=cwd, prefix="output-")[1])
+        self.returncode = None
+        self._output = Path(tempfile.mkdtemp(prefix="output-", dir=cwd)) / "all"
         self._context.set_forkserver_preload(["methods.search_r1"])
         self._process = self._context.Process(target=_run_module, args=(module, flags, str(cwd), env, str(self._output)))
-        os.environ |= {"OMP_NUM_THREADS": "1"}  # read once, when the one process imports torch
         self._process.start()
-        os.environ.clear(), os.environ.update(before)
 
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)

@@ -79,6 +79,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "methods/__init__.py").write_text("")
     (tmp_path / "methods/fake.py").write_text(FAKE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS")  # of the tests; runs are to be told their own
     monkeypatch.setattr(methods, "__path__", [str(tmp_path / "methods"), *methods.__path__])
     x._settings.cache_clear()
     yield tmp_path
