@@ -129,7 +129,7 @@ def peaks():
     """By flags, what is planned and what measured, in one process: with a malloc of its own (see tests/peak_memory.py)."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of resident memory is read from /proc")
-    sizes = "--prompts 2 --samples 8 --eval-questions 1 --prompt-tokens 109 --turn-tokens 145 --trajectory-tokens 145 --micro-tokens 2048 --updates 2"
+    sizes = "--prompts 1 --samples 8 --eval-questions 1 --prompt-tokens 109 --turn-tokens 145 --trajectory-tokens 145 --micro-tokens 2048 --updates 2"
     lists = [[*sizes.split(), "--kl", "0.001", "--entropy", "0.001", *flags.split()] for flags in FLAGS]
     script = f"from tests import peak_memory\nfor flags in {lists}: peak_memory.main('search_r1', flags)"
     p = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=600,

@@ -105,7 +105,7 @@ def test_the_cold_start_asks_its_questions_with_the_prompt_of_rl(tmp_path, user)
 
 
 def small(**changes):
-    return replace(CFG, prompts=2, samples=2, eval_questions=2, eval_every=0, threads=1, sandbox="unsafe", **changes)
+    return replace(CFG, prompts=2, samples=2, eval_questions=2, eval_every=0, trajectory_tokens=128, threads=1, sandbox="unsafe", **changes)
 
 
 def metrics(kind="train"):
