@@ -1,4 +1,4 @@
-"""What several tests need: a tokenizer of bytes, an engine that says what it is told, and a small random model."""
+"""What several tests need: commands, a tokenizer of bytes, an engine that says what it is told, and a small random model."""
 import multiprocessing
 import os
 import random
