@@ -142,9 +142,9 @@ class ToolPool:
             job.late = True
             self.abandoned += 1
             if job.tool.batch > 1 or self.abandoned > self.max_abandoned:
-                late = f"{len(job.calls)} calls handed to tool '{job.calls[0].name}' at once" if job.tool.batch > 1 else \
-                    f"{self.abandoned} calls of tool '{job.calls[0].name}'"
-                raise InfrastructureFailure(f"{late} had no result within {job.tool.deadline_s:g} s; mend the tool, or raise its deadline_s")
+                late = len(job.calls) if job.tool.batch > 1 else self.abandoned
+                raise InfrastructureFailure(f"{late} calls of tool '{job.calls[0].name}' had no result within {job.tool.deadline_s:g} s; "
+                                            "mend the tool, or raise its deadline_s")
             self._add_worker()
             results = [ToolFailure(f"[no result within {job.tool.deadline_s:g} s]", "timeout")] * len(job.calls)
         elif job.error is not None:

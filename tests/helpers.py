@@ -31,7 +31,8 @@ def command(capsys, body) -> tuple[int, str]:
 
 class Forked:
     """`python -m module flags` in a process of its own that is forked from one in which torch and transformers are imported already: to import
-    them takes five seconds of a core, every time. With "RANK" in the environment, a process as torchrun starts it."""
+    them takes five seconds of a core, every time. With "RANK" in the environment, a process as torchrun starts it. What is read at import, such as
+    OMP_NUM_THREADS, is the tests' own."""
     _context = multiprocessing.get_context("forkserver")
 
     def __init__(self, module: str, *flags: str, cwd: Path, env: dict[str, str]):

@@ -172,7 +172,8 @@ CASES = {f"{algorithm} {aggregation} {extra}": (algorithm, aggregation, extra) f
     *(("grpo", aggregation, {}) for aggregation in ("token", "sequence", "constant")),
     ("grpo", "token", {"kl": 0.1, "entropy": 0.05, "importance_cap": 1.5}), ("grpo", "token", {"updates": 3}),
     ("ppo", "token", {"recompute": True}), ("ppo", "token", {"dtype": "bfloat16"}),
-    ("ppo", "sequence", {"updates": 2}), ("reinforce++", "token", {"updates": 2}), ("reinforce++", "constant", {"updates": 2})]}
+    *(("ppo", aggregation, {"updates": 2}) for aggregation in ("token", "sequence", "constant")),
+    *(("reinforce++", aggregation, {"updates": 2}) for aggregation in ("token", "sequence", "constant"))]}
 
 
 def everything(out: Path) -> dict:

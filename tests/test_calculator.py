@@ -63,7 +63,7 @@ def test_nothing_takes_long():
             calculate(text)
         except CalculatorError:
             pass
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 5
 
 
 def test_as_a_tool_a_bad_expression_is_a_failed_call():

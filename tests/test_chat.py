@@ -102,7 +102,7 @@ def test_a_server_that_sends_the_key_back_or_drips_its_headers(monkeypatch):
     start = time.monotonic()
     with pytest.raises(UserError, match="no full answer within 0.3 s"):
         Server(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", "m", 5, timeout_s=0.3, retries=0)(["?"])
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 5
     listener.close()
 
 

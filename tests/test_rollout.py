@@ -181,7 +181,7 @@ def test_a_tool_that_hangs_with_several_calls_stops_the_run():
     def slow(calls):
         time.sleep(3)
         return ["fine"] * len(calls)
-    with pytest.raises(InfrastructureFailure, match="2 calls handed to tool 'tool' at once had no result within 0.2 s"):
+    with pytest.raises(InfrastructureFailure, match="2 calls of tool 'tool' had no result within 0.2 s"):
         run(scripted("a?", "done!"), tool=Tool(slow, batch=2, deadline_s=0.2), n=2, pool=ToolPool(workers=1), at_once=True)
 
 

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -77,7 +76,7 @@ def test_a_run_leaves_everything_behind(whole):
 
 
 def test_two_threads_give_the_same_bits_each_time(tmp_path):
-    """A real step's size: with small ones the threads have nothing to race for."""
+    """As many rows as in a real step: with fewer or much shorter ones the threads have nothing to race for, and this shows nothing."""
     flags = ["--steps", "1", "--eval-questions", "4", "--eval-every", "0", "--trajectory-tokens", "96", "--threads", "2"]
     norms = []
     for name in "ab":
@@ -99,10 +98,11 @@ def test_kill_9_at_a_random_point_then_resume_gives_the_same_bits(whole, tmp_pat
     time.sleep(random.Random().random() * 1.5)
     p.send_signal(signal.SIGKILL)
     p.finish(60)
+    saved = any((folder / "checkpoint").glob("step-*/checksum"))  # else it was killed between its first step and the save
     p = search_r1(tmp_path, *SMALL, "--resume")
     output = p.finish(200)
     assert p.returncode == 0, output
-    assert ("resuming" in output or "has no usable checkpoint; starting at step 0" in output) and steps_logged(folder) == [1, 2, 3, 4, 5, 6]
+    assert ("resuming" if saved else "has no usable checkpoint; starting at step 0") in output and steps_logged(folder) == [1, 2, 3, 4, 5, 6]
     assert same_weights(folder, whole[0])
     strip = lambda f: [{k: v for k, v in json.loads(line).items() if not k.endswith("_s")} for line in (f / "metrics.jsonl").read_text().splitlines()]
     assert strip(folder) == strip(whole[0])

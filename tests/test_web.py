@@ -177,7 +177,7 @@ def sends(*parts, every=0.02):
 def test_stalling_and_dripping_servers_meet_the_deadline(behave):
     start = time.monotonic()
     assert outcome_of(behave, page_s=0.4)[0] == "timeout"
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 5
 
 
 def test_the_deadline_covers_all_redirects_together():
@@ -185,7 +185,7 @@ def test_the_deadline_covers_all_redirects_together():
         time.sleep(0.15)
         connection.sendall(reply(b"", "302 Found", Location=f"/{time.monotonic()}"))
     start = time.monotonic()
-    assert outcome_of(behave, page_s=0.4, max_redirects=50)[0] == "timeout" and time.monotonic() - start < 10
+    assert outcome_of(behave, page_s=0.4, max_redirects=50)[0] == "timeout" and time.monotonic() - start < 5
 
 
 def test_a_server_that_does_not_accept_and_one_that_is_not_there():
@@ -198,7 +198,7 @@ def test_a_server_that_does_not_accept_and_one_that_is_not_there():
     start = time.monotonic()
     with pytest.raises(PageFailure) as caught:
         fetcher(address, connect_s=0.3).fetch(f"http://{address}/")
-    assert caught.value.outcome == "timeout" and time.monotonic() - start < 10
+    assert caught.value.outcome == "timeout" and time.monotonic() - start < 5
     for s in [*waiting, full]:
         s.close()
     with pytest.raises(PageFailure) as caught:
@@ -447,7 +447,7 @@ def test_a_name_server_that_does_not_answer(monkeypatch):
     start = time.monotonic()
     with pytest.raises(PageFailure) as caught:
         fetcher(page_s=0.3).fetch("http://slow.example/")
-    assert caught.value.outcome == "timeout" and time.monotonic() - start < 10
+    assert caught.value.outcome == "timeout" and time.monotonic() - start < 5
 
 
 # the cache ----------------------------------------------------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ def test_a_search_server_that_drips_or_is_gone_stops_the_run():
             WebSearch(f"http://{address}", retries=0, timeout_s=0.4).search("who?", 2)
     with pytest.raises(RetrieverDown, match="make web"):
         WebSearch(f"http://{address}", retries=1, backoff_s=0.01).search("who?", 2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 5
 
 
 # reading ------------------------------------------------------------------------------------------------------------------------------
